@@ -1,0 +1,78 @@
+"""PyTorch oracles: what every kernel must compute, written to be read.
+
+`ragged_attention` is also the op that runs on CPUs. Its point is not speed but that a row's bits depend on nothing
+but that row: not on the cache's capacity, the live length of other rows, or how many rows the call has.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128
+"""Cache slots reduced together. A power of two; changing it changes bits."""
+
+ROW_MULTIPLE = 8
+"""Query rows (G·T) of one product are padded to a multiple of this: libraries give small odd counts other bits."""
+
+
+def visibility_bias(positions: Tensor, num_blocks: int, group: int, window: int | None = None) -> Tensor:
+    """Return 0 for the cache slots a query row may see and -inf for the others.
+
+    Args:
+        positions: [B, T] position of each row; it sees the slots 0..position.
+        num_blocks: blocks of `BLOCK` slots read.
+        group: query heads per key/value head, G.
+        window: sliding window in slots, the row's own included; None for full attention.
+
+    Returns:
+        fp32 [B, 1, num_blocks, M, BLOCK] with M = G·T rounded up to `ROW_MULTIPLE`, as `ragged_attention` takes it.
+    """
+    batch, rows = positions.shape
+    slots = torch.arange(num_blocks * BLOCK, device=positions.device)
+    hidden = slots > positions[..., None]
+    if window is not None:
+        hidden |= slots <= positions[..., None] - window
+    padded = -(-group * rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    bias = torch.zeros(batch, padded, num_blocks * BLOCK, device=positions.device)
+    bias[:, : group * rows].masked_fill_(hidden.repeat(1, group, 1), float("-inf"))
+    return bias.view(batch, 1, padded, num_blocks, BLOCK).transpose(2, 3).contiguous()
+
+
+def ragged_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attention of T rows per sequence over fixed blocks of the cache, merged in block order.
+
+    Every block is one product of a fixed shape, reduced in fp32; blocks are added one after another, so a block no row
+    may see adds an exact zero. Slots hidden from *every* row must hold finite numbers (the cache zeroes them).
+
+    Args:
+        query: [B, T, H, D], rotated.
+        keys, values: [B, Hkv, num_blocks * BLOCK, D]; H is a multiple of Hkv.
+        bias: what `visibility_bias` returns for these rows.
+        scale: factor on the scores.
+
+    Returns:
+        fp32 [B, T, H, D].
+    """
+    batch, rows, num_heads, head_size = query.shape
+    num_kv_heads, num_blocks, padded = keys.shape[1], bias.shape[2], bias.shape[3]
+    group = num_heads // num_kv_heads
+    blocks = (batch, num_kv_heads, num_blocks, BLOCK, head_size)
+    keys, values = keys.float().reshape(blocks), values.float().reshape(blocks)
+    grouped = (query.float() * scale).view(batch, rows, num_kv_heads, group, head_size)
+    grouped = grouped.permute(0, 2, 3, 1, 4).reshape(batch, num_kv_heads, 1, group * rows, head_size)
+    grouped = F.pad(grouped, (0, 0, 0, padded - group * rows))
+
+    scores = torch.matmul(grouped, keys.transpose(-1, -2)).add_(bias)
+    weights = scores.sub_(scores.amax((2, 4), keepdim=True)).exp_()
+    totals = weights.sum(-1)
+    mixed = torch.matmul(weights, values)
+
+    total, out = totals[:, :, 0], mixed[:, :, 0]
+    for block in range(1, num_blocks):
+        total = total + totals[:, :, block]
+        out = out + mixed[:, :, block]
+    out = (out / total[..., None])[:, :, : group * rows]
+    out = out.unflatten(2, (group, rows)).permute(0, 3, 1, 2, 4)
+    return out.reshape(batch, rows, num_heads, head_size)

@@ -1,0 +1,133 @@
+"""`selfspec.json`, the file beside a checkpoint that says whether and how to speculate. Imports no torch.
+
+It is written by `sweep-exit`, completed by `regress` and read by `decode`. A file of another schema, or of other
+weights, is refused by name with the command that makes a new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from selfspec_tune.errors import UserError
+from selfspec_tune.files import read_json, write_json
+
+FILE_NAME = "selfspec.json"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """The contents of `selfspec.json`; names as in the glossary of the README."""
+
+    checkpoint_fingerprint: str
+    model_type: str
+    num_layers: int
+    enabled: bool
+    reason: str
+    drafter: str = "layer-skip"
+    exit_layer: int | None = None
+    num_draft_tokens: int | None = None
+    k_min: int = 1
+    k_max: int = 8
+    k_policy: str = "fixed"
+    by_context: list[dict[str, Any]] = field(default_factory=list)
+    numerics: str = "exact"
+    rows: list[int] = field(default_factory=list)
+    batch_size: int = 1
+    alpha: float | None = None
+    cost_ratio: float | None = None
+    verify_ratio: float | None = None
+    tokens_per_round: float | None = None
+    speedup_model: float | None = None
+    speedup_predicted: float | None = None
+    speedup_confirmed: dict[str, Any] | None = None
+    measured_on: dict[str, Any] = field(default_factory=dict)
+    eval_set: dict[str, Any] = field(default_factory=dict)
+    regress: dict[str, Any] | None = None
+    schema_version: int = SCHEMA_VERSION
+
+
+def fingerprint(checkpoint: Path) -> str:
+    """Return a SHA-256 over config.json and, of each weight file, its name, size, header and 64 spread samples.
+
+    Reading a few MB is enough to tell two checkpoints apart and costs the same for 100 MB and for 100 GB.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(checkpoint.iterdir()):
+        if path.name == "config.json":
+            config = read_json(path)
+            config.pop("transformers_version", None)
+            digest.update(json.dumps(config, sort_keys=True).encode())
+        elif path.suffix in (".safetensors", ".bin"):
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size}".encode())
+            with path.open("rb") as handle:
+                for index in range(64):
+                    handle.seek(size * index // 64)
+                    digest.update(handle.read(1 << 16))
+    return digest.hexdigest()
+
+
+def write(checkpoint: Path, artifact: Artifact) -> Path:
+    """Write `artifact` beside the checkpoint, atomically, and return the path."""
+    path = checkpoint / FILE_NAME
+    write_json(path, asdict(artifact))
+    return path
+
+
+def read(checkpoint: Path) -> Artifact | None:
+    """Read the artifact beside `checkpoint`; None where there is none.
+
+    Raises:
+        UserError: the file is broken, has another schema, or belongs to other weights.
+    """
+    path = checkpoint / FILE_NAME
+    if not path.is_file():
+        return None
+    again = f"selfspec sweep-exit {checkpoint} --prompts PROMPTS.jsonl"
+    content = read_json(path)
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if version != SCHEMA_VERSION:
+        raise UserError(f"{path} has an unknown schema", got=version, allowed=SCHEMA_VERSION, command=again)
+    names = {f.name for f in fields(Artifact)}
+    unknown = sorted(set(content) - names)
+    if unknown:
+        raise UserError(f"{path} has unknown fields", got=", ".join(unknown), command=again)
+    try:
+        artifact = Artifact(**content)
+    except TypeError as error:
+        raise UserError(f"{path} is incomplete: {error}", command=again) from None
+    expected = fingerprint(checkpoint)
+    if artifact.checkpoint_fingerprint != expected:
+        raise UserError(
+            f"{path} was written for other weights",
+            got=artifact.checkpoint_fingerprint[:12],
+            allowed=expected[:12],
+            command=again,
+        )
+    _validate(path, artifact, again)
+    return artifact
+
+
+def with_regress(artifact: Artifact, verdict: dict[str, Any]) -> Artifact:
+    """Return a copy of `artifact` that carries the verdict of `selfspec regress`."""
+    return replace(artifact, regress=verdict)
+
+
+def _validate(path: Path, artifact: Artifact, again: str) -> None:
+    if not artifact.enabled:
+        return
+    exit_layer, k = artifact.exit_layer, artifact.num_draft_tokens
+    if not isinstance(exit_layer, int) or not 1 <= exit_layer < artifact.num_layers:
+        raise UserError(
+            f"{path}: exit_layer is out of range",
+            got=exit_layer,
+            allowed=f"1..{artifact.num_layers - 1}",
+            command=again,
+        )
+    if not isinstance(k, int) or k < 1:
+        raise UserError(f"{path}: num_draft_tokens is out of range", got=k, allowed="1 or more", command=again)

@@ -1,0 +1,70 @@
+"""`selfspec train`: recipe, --set and flags become a TrainConfig, facts become a table or JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from selfspec_tune import config as configs
+from selfspec_tune.cli import console
+from selfspec_tune.cli.options import options_from
+
+
+@options_from(configs.TrainConfig)
+def train(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="YAML recipe; --set and flags override it.", show_default=False)
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override one option of the recipe. May be repeated."),
+    ] = None,
+    *,
+    flags: dict[str, Any],
+) -> None:
+    """Train a model so that its early layers draft well, without giving up its full-depth quality.
+
+    Continued pretraining with layer dropout and early-exit losses. Writes a complete checkpoint, metrics.jsonl and
+    training.json to --output. The same command again resumes an interrupted run, and does nothing for a finished one.
+
+    \b
+    Examples:
+      selfspec train recipes/demo.yaml --model SmolLM2-135M/ --output trained/ \\
+          --train-data demo/train.jsonl --eval-data demo/heldout.jsonl
+      selfspec train --model Qwen/Qwen3-0.6B --output trained/ --train-data chats.jsonl --exits 6,10,14 --max-steps 2000
+      selfspec train recipes/demo.yaml --set max_minutes=60 --set learning_rate=5e-5 --model MODEL --output trained/ \\
+          --train-data wikitext:wikitext-2-raw-v1:train[:5000]
+    """
+    layers = [configs.read_recipe(recipe)] if recipe else []
+    config = configs.build(configs.TrainConfig, *layers, configs.parse_assignments(assignments or []), flags)
+
+    from selfspec_tune.train import checkpoint, loop
+    from selfspec_tune.train.options import check_options
+
+    check_options(config)
+    facts = checkpoint.finished(config)
+    if facts is not None:
+        console.notice(f"{config.output} is finished: {facts['steps']} steps were done. Nothing to do.")
+    else:
+        with console.progress_bar() as progress:
+            facts = loop.train(config, progress)
+    if config.json:
+        console.print_json(facts)
+    else:
+        _print(facts, config.output)
+
+
+def _print(facts: dict[str, Any], output: Path | None) -> None:
+    rows = [
+        [f"alpha at exit {layer}", f"{before:.3f}", f"{facts['alpha_after'][layer]:.3f}"]
+        for layer, before in facts["alpha_before"].items()
+    ]
+    rows.append(["perplexity", f"{facts['perplexity_before']:.3f}", f"{facts['perplexity_after']:.3f}"])
+    console.table(
+        f"{output}: {facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds'] / 60:.1f} minutes",
+        ["held-out text", "before", "after"],
+        rows,
+        caption=f"next: selfspec sweep-exit {output} --prompts PROMPTS.jsonl",
+    )

@@ -1,0 +1,329 @@
+"""Every option of every command, declared once: name, type, default and help live on a frozen dataclass.
+
+The string under an attribute is its help text. A config is built from layers, later ones winning: defaults, a YAML
+recipe, `--set key=value`, flags. Unknown keys get a did-you-mean. This module imports no torch and knows no command.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from selfspec_tune.errors import UserError, did_you_mean
+
+Numerics = Literal["exact", "fast"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """How a model is loaded; shared by every command."""
+
+    dtype: Dtype = "auto"
+    """Weight dtype. auto: the checkpoint's own."""
+    device: str = "auto"
+    """Device, such as cpu or cuda:0. auto: cuda where there is one, else cpu."""
+
+
+@dataclass(frozen=True)
+class DecodeConfig(ModelConfig):
+    """Options of `selfspec decode`."""
+
+    prompt: str | None = None
+    """The prompt as text. With no prompt, prompt file or input, standard input is read."""
+    prompt_file: Path | None = None
+    """A UTF-8 file holding one prompt."""
+    input: Path | None = None
+    """JSONL with one record per prompt."""
+    output: Path | None = None
+    """JSONL written with one record per input record; ids already in it are skipped."""
+    prompt_field: str = "prompt"
+    """Field that holds the prompt text in --input records."""
+    messages_field: str = "messages"
+    """Field that holds chat messages in --input records; used where the record has it."""
+    id_field: str = "id"
+    """Field that identifies a record in --input; the line number where it is missing."""
+    raw: bool = False
+    """Give the prompt to the model as it is, without the chat template."""
+    max_new_tokens: int = 256
+    """Tokens to generate at most, per prompt."""
+    stop: tuple[str, ...] = ()
+    """Stop at this text, which is not part of the completion. May be repeated."""
+    temperature: float = 0.0
+    """0 decodes greedily; above 0 samples."""
+    top_k: int = 0
+    """Sample from the k most probable tokens only; 0 for all."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens whose probability reaches p."""
+    seed: int = 0
+    """Seed of the sampling noise."""
+    reproducible: bool = False
+    """Draw with noise keyed by seed, prompt and position: the same text with speculation on or off."""
+    exit_layer: int | None = None
+    """Layers the draft runs (1 <= E < number of layers); overrides selfspec.json."""
+    num_draft_tokens: int | None = None
+    """Tokens drafted per round; overrides selfspec.json."""
+    numerics: Numerics | None = None
+    """exact: greedy text equals plain decoding bit for bit. fast: the cheapest shapes. Default: selfspec.json, else exact."""
+    no_speculation: bool = False
+    """Decode plainly, one token a step."""
+    batch_size: int = 1
+    """Prompts of --input decoded together."""
+    json: bool = False
+    """Print one JSON object instead of text."""
+
+
+@dataclass(frozen=True)
+class CheckConfig(ModelConfig):
+    """Options of `selfspec check`."""
+
+    batch_size: int = 1
+    """Sequences per call."""
+    max_draft_tokens: int = 8
+    """Largest number of draft tokens to certify row counts for."""
+    live_length: int = 700
+    """Longest cache length tested."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+@dataclass(frozen=True)
+class TrainConfig(ModelConfig):
+    """Options of `selfspec train`: LayerDrop and early-exit continued pretraining."""
+
+    model: str | None = None
+    """Checkpoint to start from: a directory or a hub name."""
+    output: Path | None = None
+    """Directory the trained checkpoint is written to."""
+    dtype: Dtype = "auto"
+    """Dtype of the saved weights; training itself keeps fp32 weights. auto: that of the model trained from."""
+    train_data: tuple[str, ...] = ()
+    """Training data: .txt, .jsonl, or a hub name (NAME, NAME:SPLIT, NAME:CONFIG:SPLIT). May be repeated."""
+    eval_data: tuple[str, ...] = ()
+    """Held-out data, never trained on. Without it, one record in 50 of the training data is held out."""
+    text_field: str = "text"
+    """Field that holds the text. Records with prompt and completion instead are trained on the completion."""
+    messages_field: str = "messages"
+    """Field that holds chat messages; used where a record has it, through the chat template."""
+    sequence_length: int = 512
+    """Tokens per packed training sequence."""
+    batch_size: int = 4
+    """Sequences per step and process."""
+    gradient_accumulation: int = 1
+    """Forward passes per optimiser step."""
+    max_steps: int = 100
+    """Optimiser steps to train for."""
+    max_minutes: float | None = None
+    """Finish early after this many minutes of steps and evaluations, those before a resume included."""
+    learning_rate: float = 1e-4
+    """Peak learning rate."""
+    warmup_steps: int = 10
+    """Steps of linear warm-up before the cosine decay to a tenth of the peak."""
+    weight_decay: float = 0.0
+    """AdamW weight decay on matrices."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm."""
+    exits: tuple[float, ...] = (0.2, 0.33, 0.5, 0.7)
+    """Exit layers trained and measured: layer numbers, or fractions of depth below 1."""
+    exits_per_step: int = 1
+    """How many exits are trained at one step; they rotate."""
+    exit_loss_weight: float = 0.5
+    """Share of the loss given to the exits; the final layer gets the rest."""
+    exit_loss: Literal["kl", "ce"] = "kl"
+    """kl: match the final layer's distribution. ce: predict the data."""
+    layer_dropout: float = 0.1
+    """Largest layer dropout probability, p_max, at the last layer; it grows exponentially with depth from 0."""
+    mixed_precision: Literal["auto", "bf16", "no"] = "auto"
+    """bf16 autocast over fp32 weights. auto: where the device has bf16 arithmetic."""
+    gradient_checkpointing: bool = False
+    """Trade time for memory by recomputing activations."""
+    eval_every: int = 50
+    """Steps between evaluations of held-out perplexity and alpha per exit."""
+    eval_sequences: int = 16
+    """Held-out sequences per evaluation."""
+    save_every: int = 50
+    """Steps between resumable states."""
+    seed: int = 0
+    """Seed of data order, layer dropout and exit rotation."""
+    wandb: bool = False
+    """Log to Weights & Biases too; metrics.jsonl is always written."""
+    json: bool = False
+    """Print one JSON object at the end instead of a table."""
+
+
+@dataclass(frozen=True)
+class SweepConfig(ModelConfig):
+    """Options of `selfspec sweep-exit`."""
+
+    prompts: Path | None = None
+    """JSONL of held-out prompts."""
+    prompt_field: str = "prompt"
+    """Field that holds the prompt text."""
+    messages_field: str = "messages"
+    """Field that holds chat messages; used where the record has it."""
+    raw: bool = False
+    """Give prompts to the model as they are, without the chat template."""
+    num_prompts: int = 32
+    """Prompts to use at most, from the start of the file."""
+    max_new_tokens: int = 96
+    """Tokens of the target's own continuation profiled per prompt."""
+    temperature: float = 0.0
+    """Temperature of the traffic to be served; 0 is greedy."""
+    top_k: int = 0
+    """top-k of the traffic to be served; 0 for all."""
+    top_p: float = 1.0
+    """top-p of the traffic to be served."""
+    seed: int = 0
+    """Seed of the sampled continuations."""
+    max_draft_tokens: int = 8
+    """Largest k scored."""
+    window: tuple[float, float] = (0.3, 0.8)
+    """Exits chosen from, as fractions of depth; every exit is profiled all the same."""
+    numerics: Numerics = "exact"
+    """Numerics the costs are measured in."""
+    context_length: int = 256
+    """Live cache length at which costs are measured."""
+    repeats: int = 15
+    """Interleaved repeats per measured cost."""
+    confirm: int = 1
+    """How many of the best cells to confirm by really decoding against plain decoding; 0 for none."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+
+@dataclass(frozen=True)
+class RegressConfig(ModelConfig):
+    """Options of `selfspec regress`."""
+
+    base: str | None = None
+    """The checkpoint the model was trained from. Without it only losslessness is tested."""
+    text: tuple[Path, ...] = ()
+    """Held-out text (.txt or .jsonl) for perplexity. May be repeated."""
+    text_field: str = "text"
+    """Field that holds the text in JSONL."""
+    max_documents: int = 64
+    """Windows of text scored at most, per file."""
+    window_length: int = 512
+    """Tokens per perplexity window; windows do not overlap."""
+    max_perplexity_increase: str = "2%"
+    """Largest allowed rise of perplexity over the base, such as 2% or 0.02."""
+    prompts: Path | None = None
+    """JSONL of held-out prompts for losslessness."""
+    prompt_field: str = "prompt"
+    """Field that holds the prompt text."""
+    messages_field: str = "messages"
+    """Field that holds chat messages; used where the record has it."""
+    raw: bool = False
+    """Give prompts to the model as they are, without the chat template."""
+    num_prompts: int = 12
+    """Prompts to use at most, from the start of the file."""
+    max_new_tokens: int = 96
+    """Tokens decoded per prompt."""
+    exit_layers: tuple[int, ...] = ()
+    """Exit layers tested. Default: the one in selfspec.json, else four spread over the depth."""
+    num_draft_tokens: tuple[int, ...] = ()
+    """Draft lengths tested. Default: the one in selfspec.json, else 1, 3 and 7."""
+    numerics: Numerics = "exact"
+    """Numerics to test losslessness in."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+@lru_cache(maxsize=None)
+def field_help(config: type) -> dict[str, str]:
+    """Map field name → help text, read from the string under each attribute, base classes included."""
+    help_texts: dict[str, str] = {}
+    for cls in reversed(config.__mro__[:-1]):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        body = tree.body[0].body  # type: ignore[attr-defined]
+        for statement, following in zip(body, body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+                help_texts[statement.target.id] = ast.literal_eval(following.value)  # type: ignore[union-attr]
+    return help_texts
+
+
+@lru_cache(maxsize=None)
+def field_types(config: type) -> dict[str, Any]:
+    """Map field name → resolved type."""
+    return get_type_hints(config)
+
+
+def field_defaults(config: type) -> dict[str, Any]:
+    """Map field name → default."""
+    return {f.name: f.default for f in fields(config) if f.default is not MISSING}
+
+
+def build(config: type[C], *layers: Mapping[str, Any]) -> C:
+    """Merge `layers` (later wins) over the defaults of `config`; bad keys or values are UserErrors."""
+    hints = field_types(config)
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            name = str(key).replace("-", "_")
+            if name not in hints:
+                raise UserError(f"unknown option {key!r}{did_you_mean(name, hints)}", allowed=", ".join(sorted(hints)))
+            merged[name] = _coerce(name, value, hints[name])
+    return config(**merged)
+
+
+def parse_assignments(assignments: tuple[str, ...] | list[str]) -> dict[str, Any]:
+    """Turn `["key=value", ...]` into a dict; values are read as YAML."""
+    import yaml
+
+    parsed: dict[str, Any] = {}
+    for assignment in assignments:
+        key, separator, value = assignment.partition("=")
+        if not separator:
+            raise UserError("--set needs key=value", got=assignment, command="--set learning_rate=1e-4")
+        parsed[key.strip()] = yaml.safe_load(value)
+    return parsed
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Read a YAML recipe: a mapping of option names to values."""
+    import yaml
+
+    if not path.is_file():
+        raise UserError(f"recipe {path} does not exist", command="ls recipes/")
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"recipe {path} is not valid YAML: {error}") from None
+    if not isinstance(recipe, dict):
+        raise UserError(f"recipe {path} is not a mapping of options", got=type(recipe).__name__)
+    return recipe
+
+
+def _coerce(name: str, value: Any, hint: Any) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        inner = [a for a in arguments if a is not type(None)]
+        return None if value is None else _coerce(name, value, inner[0])
+    if origin is Literal:
+        if value not in arguments:
+            raise UserError(f"{name} has no such value", got=value, allowed=", ".join(map(str, arguments)))
+        return value
+    if origin is tuple:
+        # Text is one element, numbers may be given as "3,10,15".
+        parts = value.split(",") if isinstance(value, str) and arguments[0] in (int, float) else value
+        items = parts if isinstance(parts, list | tuple) else [parts]
+        if arguments[-1] is not Ellipsis and len(items) != len(arguments):
+            raise UserError(f"{name} takes {len(arguments)} values", got=value)
+        return tuple(_coerce(name, item, arguments[0]) for item in items)
+    if hint is bool:
+        if not isinstance(value, bool):
+            raise UserError(f"{name} is a switch", got=value, allowed="true, false")
+        return value
+    try:
+        return hint(value)
+    except (TypeError, ValueError):
+        raise UserError(f"{name} is not a valid {hint.__name__}", got=repr(value)) from None

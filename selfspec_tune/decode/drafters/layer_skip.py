@@ -1,0 +1,55 @@
+"""Layer skip (arXiv 2404.16710): the first E layers, the final norm and the head draft; their work is kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from selfspec_tune.decode.drafters import ChooseToken, Draft
+from selfspec_tune.errors import UserError
+from selfspec_tune.model.cache import SharedKVCache
+from selfspec_tune.model.decoder import LayeredDecoder
+
+
+class LayerSkipDrafter:
+    """Draft with layers 0..E of the model itself.
+
+    Args:
+        decoder: the model.
+        exit_layer: E, 1 ≤ E < number of layers.
+    """
+
+    name = "layer-skip"
+
+    def __init__(self, decoder: LayeredDecoder, exit_layer: int) -> None:
+        if not 1 <= exit_layer < decoder.num_layers:
+            raise UserError(
+                "exit_layer is out of range",
+                got=exit_layer,
+                allowed=f"1..{decoder.num_layers - 1} (the model has {decoder.num_layers} layers)",
+                command=f"--exit-layer {max(1, decoder.num_layers // 3)}",
+            )
+        self.decoder = decoder
+        self.exit_layer: int | None = exit_layer
+
+    def propose(self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken) -> Draft:
+        """Draft k tokens, then run the last of them through the early layers too: its keys and hidden state are needed."""
+        decoder, exit_layer = self.decoder, self.exit_layer
+        assert exit_layer is not None
+        tokens, probabilities, states = [], [], []
+        token = last
+        for offset in range(k + 1):
+            positions = cache.committed[:, None] + offset
+            hidden = decoder.run_layers(decoder.embed(token[:, None]), positions, cache, 0, exit_layer)
+            states.append(hidden)
+            if offset < k:
+                token, q = choose(decoder.logits(hidden)[:, 0], offset)
+                tokens.append(token)
+                if q is not None:
+                    probabilities.append(q)
+        return Draft(
+            tokens=torch.stack(tokens, 1),
+            probabilities=torch.stack(probabilities, 1) if probabilities else None,
+            hidden=torch.cat(states, 1),
+            resume_layer=exit_layer,
+        )

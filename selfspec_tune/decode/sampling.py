@@ -1,0 +1,107 @@
+"""From logits to the distribution a token is drawn from, and from noise to the token.
+
+The same `distribution` serves draft and target, so q is by construction what the draft token was drawn from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec_tune.errors import UserError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen: greedy at temperature 0, else sampled after top-k and top-p."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    reproducible: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise UserError("temperature must not be negative", got=self.temperature, allowed="0 (greedy) or above")
+        if self.top_k < 0:
+            raise UserError("top_k must not be negative", got=self.top_k, allowed="0 (all) or above")
+        if not 0 < self.top_p <= 1:
+            raise UserError("top_p is out of range", got=self.top_p, allowed="above 0, at most 1")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0
+
+
+def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Return fp32 probabilities [..., V] after temperature, top-k and top-p (in this order).
+
+    Ties at the k-th place are all kept. top-p keeps the smallest set of most probable tokens that reaches p (the first
+    in vocabulary order among equals), so at least one.
+    """
+    scaled = logits.float() / params.temperature
+    if 0 < params.top_k < scaled.shape[-1]:
+        threshold = scaled.topk(params.top_k, dim=-1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < threshold, float("-inf"))
+    probabilities = scaled.softmax(-1)
+    if params.top_p < 1:
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered
+        ordered = ordered.masked_fill(before >= params.top_p, 0)
+        probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered)
+        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    return probabilities
+
+
+def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """Draw one token per row by inverting the cumulative distribution.
+
+    Args:
+        probabilities: [..., V], non-negative, not all zero; need not be normalised.
+        uniform: [...] in [0, 1).
+
+    Returns:
+        Token ids [...]; never one of probability zero.
+    """
+    cumulative = probabilities.double().cumsum(-1)
+    target = uniform.double()[..., None] * cumulative[..., -1:]
+    token = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    last = probabilities.shape[-1] - 1 - (probabilities.flip(-1) > 0).int().argmax(-1)
+    return torch.minimum(token, last)
+
+
+def draw_with_gumbel(probabilities: Tensor, gumbel: Tensor) -> Tensor:
+    """Draw argmax(log p + g): the same noise g picks the same token wherever two distributions agree enough."""
+    return (probabilities.log() + gumbel).argmax(-1)
+
+
+class Noise:
+    """The random numbers of one request; other requests in the batch cannot shift them.
+
+    Args:
+        params: the seed.
+        request: the request's id; together with the seed it keys the noise.
+    """
+
+    def __init__(self, params: SamplingParams, request: str) -> None:
+        self._key = f"{params.seed}:{request}"
+        self._generator = torch.Generator().manual_seed(self._hash("stream"))
+
+    def uniform(self, count: int) -> Tensor:
+        """Return the next `count` uniform numbers, fp64 [count] on the CPU."""
+        return torch.rand(count, generator=self._generator, dtype=torch.float64)
+
+    def gumbel(self, position: int, size: int) -> Tensor:
+        """Return the Gumbel noise [size] of one position: a function of seed, request and position only."""
+        generator = torch.Generator().manual_seed(self._hash(str(position)))
+        uniform = torch.rand(size, generator=generator, dtype=torch.float64).clamp_min_(1e-300)
+        return -(-uniform.log()).log()
+
+    def _hash(self, what: str) -> int:
+        digest = hashlib.blake2b(f"{self._key}:{what}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1

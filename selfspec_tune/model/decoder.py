@@ -1,0 +1,152 @@
+"""`LayeredDecoder`: a causal language model as embed → layers start..stop → final norm and head, over a shared cache.
+
+It knows how many rows a call may have without changing bits (`RowCounts`), and pads calls to such a count. It does not
+know what a draft is: the engine decides which layers run on which tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfspec_tune.model import attention, load
+from selfspec_tune.model.attention import InterfaceCache, Step
+from selfspec_tune.model.cache import SharedKVCache
+from selfspec_tune.model.families import describe
+from selfspec_tune.model.layer import FusedLayer, rms_norm, rms_norm_of
+from selfspec_tune.model.rows import ANY_ROWS, RowCounts, repeat_last
+
+PREFILL_CHUNK = 128
+"""Prompt tokens per prefill call. Fixed, so that a prompt's bits do not depend on what else is decoded."""
+
+
+class LayeredDecoder:
+    """Drive a transformers causal language model layer by layer.
+
+    Args:
+        model: a supported transformers model in eval mode; its weights are used in place (one copy).
+        fused: run our fused layers (the default) or transformers' own layer modules through the attention interface.
+
+    Attributes:
+        rows: row counts per sequence that calls are padded to; `ANY_ROWS` pads nothing.
+        exact: attention in fixed blocks (True) or over the live span (False).
+    """
+
+    def __init__(self, model: Any, *, fused: bool = True) -> None:
+        self.model = model.requires_grad_(False)
+        self.family = describe(model.config)
+        self.device = next(model.parameters()).device
+        self.dtype = next(model.parameters()).dtype
+        self.num_layers = self.family.num_layers
+        self.rows: RowCounts = ANY_ROWS
+        self.exact = True
+        backbone = model.model
+        self._embedding = backbone.embed_tokens
+        self._final_norm = rms_norm_of(backbone.norm)
+        self.head: tuple[Tensor, Tensor | None] = (model.lm_head.weight, model.lm_head.bias)
+        self._rotary = attention.rotary_tables(backbone.rotary_emb, self.family.max_context, self.device)
+        self._layers: list[Any] = list(backbone.layers)
+        self.fused = fused
+        if fused:
+            self._layers = [FusedLayer(layer, index, self.family) for index, layer in enumerate(self._layers)]
+        else:
+            attention.register_interface()
+            model.set_attn_implementation(attention.INTERFACE_NAME)
+            self._cache_argument = _cache_argument(self._layers[0])
+
+    def new_cache(self, batch_size: int = 1, capacity: int = 512) -> SharedKVCache:
+        """Make an empty cache for `batch_size` rows."""
+        return SharedKVCache(self.family, batch_size, capacity, self.dtype, self.device)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [B, T] → hidden states [B, T, d]."""
+        return F.embedding(tokens, self._embedding.weight)
+
+    def run_layers(
+        self, hidden: Tensor, positions: Tensor, cache: SharedKVCache, start: int, stop: int, *, pad: bool = True
+    ) -> Tensor:
+        """Run layers start..stop on [B, T, d] at positions [B, T], writing their keys and values.
+
+        With `pad`, the call has a certified number of rows: the last row is repeated, and the copies write nothing.
+        """
+        num_rows = hidden.shape[1]
+        padded = self.rows.padded(num_rows) if pad else num_rows
+        hidden, positions = repeat_last(hidden, padded), repeat_last(positions, padded)
+        step = self.step(positions, num_rows, cache, start, stop)
+        hidden = (
+            self._run_fused(hidden, step, start, stop) if self.fused else self._run_modules(hidden, step, start, stop)
+        )
+        return hidden[:, :num_rows]
+
+    def step(self, positions: Tensor, num_written: int, cache: SharedKVCache, start: int, stop: int) -> Step:
+        """Prepare one pass over layers start..stop at positions [B, T], of which the first `num_written` are real."""
+        return Step(cache, positions, num_written, self._rotary, exact=self.exact, start=start, stop=stop)
+
+    def products(self, layer: int) -> list[tuple[Tensor, Tensor | None]]:
+        """Return (weight [N, K], bias [N] or None) of every linear product that runs in a layer."""
+        if self.fused:
+            return self._layers[layer].products()
+        linears = [module for module in self._layers[layer].modules() if isinstance(module, torch.nn.Linear)]
+        return [(linear.weight, linear.bias) for linear in linears]
+
+    def logits(self, hidden: Tensor, *, pad: bool = True) -> Tensor:
+        """Final norm and language-model head: [B, T, d] → fp32 [B, T, V]."""
+        num_rows = hidden.shape[1]
+        padded = self.rows.padded(num_rows) if pad else num_rows
+        hidden = repeat_last(hidden, padded)
+        logits = F.linear(rms_norm(hidden, self._final_norm), *self.head)
+        return logits[:, :num_rows].float()
+
+    def prefill(self, tokens: Tensor, cache: SharedKVCache) -> Tensor:
+        """Run all layers over a prompt [1, T] in chunks into a batch-1 cache, commit it, return its last hidden [1, 1, d]."""
+        hidden = torch.empty(0)
+        for chunk in tokens.split(PREFILL_CHUNK, dim=1):
+            begin = int(cache.committed[0])
+            positions = torch.arange(begin, begin + chunk.shape[1], device=self.device)[None]
+            hidden = self.run_layers(self.embed(chunk), positions, cache, 0, self.num_layers, pad=False)
+            cache.committed += chunk.shape[1]
+        return hidden[:, -1:]
+
+    def _run_fused(self, hidden: Tensor, step: Step, start: int, stop: int) -> Tensor:
+        for layer in self._layers[start:stop]:
+            hidden = layer(hidden, step)
+        return hidden
+
+    def _run_modules(self, hidden: Tensor, step: Step, start: int, stop: int) -> Tensor:
+        half = step.sin.shape[-1] // 2
+        sin = torch.cat((-step.sin[..., :half], step.sin[..., half:]), -1)
+        embeddings = (step.cos[:, :, 0].to(hidden.dtype), sin[:, :, 0].to(hidden.dtype))
+        cache = InterfaceCache(step)
+        for layer in self._layers[start:stop]:
+            hidden = layer(
+                hidden,
+                attention_mask=None,
+                position_ids=step.positions,
+                position_embeddings=embeddings,
+                selfspec_step=step,
+                **{self._cache_argument: cache},
+            )
+        if cache.updates != stop - start:
+            raise RuntimeError(
+                f"transformers' layers updated the cache {cache.updates} times in {stop - start} layers: "
+                "this transformers version passes its cache under another name"
+            )
+        return hidden
+
+
+def load_decoder(name: str, *, dtype: str = "auto", device: str = "auto") -> LayeredDecoder:
+    """Load a checkpoint (see `load.load_model`) as a `LayeredDecoder`."""
+    return LayeredDecoder(load.load_model(name, dtype=dtype, device=device))
+
+
+def _cache_argument(layer: Any) -> str:
+    """Name under which this transformers version's layers take their cache."""
+    names = inspect.signature(inspect.unwrap(type(layer).forward)).parameters
+    for name in ("cache", "past_key_values", "past_key_value", "layer_past"):
+        if name in names:
+            return name
+    raise RuntimeError(f"no known cache argument in {type(layer).__name__}.forward: {', '.join(names)}")

@@ -1,0 +1,124 @@
+"""From a directory, a hub name or a LoRA adapter directory to a model and a tokenizer, with errors a user can act on."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from selfspec_tune.errors import UserError
+from selfspec_tune.files import read_json
+from selfspec_tune.model.families import check_supported
+
+
+def resolve_device(device: str) -> torch.device:
+    """Turn a flag into a device; auto is cuda where there is one, else cpu."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+        torch.empty(0, device=resolved)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"device cannot be used: {reason}", got=device, allowed="auto, cpu, cuda, cuda:N") from None
+    return resolved
+
+
+def checkpoint_dir(name: str) -> Path | None:
+    """Return the local directory `name` stands for, or None when it is a hub name."""
+    path = Path(name)
+    return path if path.is_dir() else None
+
+
+def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> Any:
+    """Load a supported causal language model in eval mode on `device`.
+
+    Args:
+        name: checkpoint directory, hub name, or LoRA adapter directory (merged into its base).
+        dtype: auto (the checkpoint's own), float32, bfloat16 or float16.
+        device: auto, cpu, cuda, cuda:N.
+
+    Raises:
+        UserError: not a checkpoint, an unsupported architecture, an unusable device.
+    """
+    from transformers import AutoModelForCausalLM
+
+    resolved = resolve_device(device)
+    directory = checkpoint_dir(name)
+    if directory is not None and (directory / "adapter_config.json").is_file():
+        return _load_adapter(directory, dtype=dtype, device=device)
+    check_supported(load_config(name))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=_torch_dtype(dtype))
+    except (OSError, ValueError) as error:
+        raise UserError(f"the weights of {name} cannot be loaded: {_first_line(error)}") from None
+    return model.to(resolved).eval()
+
+
+def load_config(name: str) -> Any:
+    """Load the transformers config of a checkpoint directory or hub name; UserError where there is none."""
+    from transformers import AutoConfig
+
+    directory = checkpoint_dir(name)
+    if directory is not None and not (directory / "config.json").is_file():
+        raise UserError(f"{name} is not a checkpoint: it has no config.json", command=f"ls {name}")
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"no model found at {name!r}: {_first_line(error)}",
+            allowed="a checkpoint directory, a LoRA adapter directory, or a hub name such as HuggingFaceTB/SmolLM2-135M",
+        ) from None
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load the tokenizer beside a checkpoint (for an adapter without one, its base's)."""
+    from transformers import AutoTokenizer
+
+    directory = checkpoint_dir(name)
+    if directory is not None and (directory / "adapter_config.json").is_file():
+        if not (directory / "tokenizer_config.json").is_file():
+            return load_tokenizer(_adapter_base(directory))
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"no tokenizer found at {name!r}: {_first_line(error)}") from None
+
+
+def end_tokens(model: Any) -> tuple[int, ...]:
+    """Return the end-of-text token ids of the checkpoint's generation config."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = model.config.eos_token_id
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list | tuple) else (ids,)
+
+
+def _load_adapter(directory: Path, *, dtype: str, device: str) -> Any:
+    from peft import PeftModel
+
+    base = load_model(_adapter_base(directory), dtype=dtype, device=device)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return PeftModel.from_pretrained(base, str(directory)).merge_and_unload().eval()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"the adapter in {directory} cannot be merged: {_first_line(error)}") from None
+
+
+def _adapter_base(directory: Path) -> str:
+    base = read_json(directory / "adapter_config.json").get("base_model_name_or_path")
+    if not base:
+        raise UserError(f"{directory}/adapter_config.json names no base model", allowed="base_model_name_or_path")
+    return str(base)
+
+
+def _torch_dtype(dtype: str) -> Any:
+    return dtype if dtype == "auto" else getattr(torch, dtype)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

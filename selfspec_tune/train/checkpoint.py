@@ -1,0 +1,186 @@
+"""What a run leaves on disk: resumable states while it lasts, a transformers checkpoint and training.json at its end.
+
+    output/metrics.jsonl            one line per step and evaluation
+    output/state/step-000050/       the latest state; gone when the run is finished
+    output/model.safetensors ...    the checkpoint, complete with tokenizer, generation config, chat template
+    output/training.json            the facts of the run; its presence says that the run is finished
+
+Everything is written under another name and then renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from selfspec_tune.config import TrainConfig
+from selfspec_tune.errors import UserError
+from selfspec_tune.files import read_json, write_json
+from selfspec_tune.model.load import checkpoint_dir
+
+FACTS = "training.json"
+# These change neither what is computed nor how it is measured; a run may be resumed with other values.
+FREE_FIELDS = ("output", "json", "wandb", "save_every", "eval_every", "max_minutes", "device")
+
+
+def base_name(model: str) -> str:
+    """Return how the base is recorded: the absolute path of a directory, else the hub name."""
+    directory = checkpoint_dir(model)
+    return str(directory.resolve()) if directory else model
+
+
+def identity(config: TrainConfig) -> dict[str, Any]:
+    """Return the options that make a run the same run, as JSON values; paths that exist are absolute."""
+    options = {name: value for name, value in asdict(config).items() if name not in FREE_FIELDS}
+    options["model"] = base_name(str(config.model))
+    for name in ("train_data", "eval_data"):
+        options[name] = [str(Path(s).resolve()) if Path(s).exists() else s for s in options[name]]
+    plain: dict[str, Any] = json.loads(json.dumps(options))
+    return plain
+
+
+def identity_hash(options: dict[str, Any]) -> str:
+    """Return a SHA-256 of an identity."""
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
+
+
+def finished(config: TrainConfig) -> dict[str, Any] | None:
+    """Return the facts of the run that `output` already holds; None where this run is not finished.
+
+    Raises:
+        UserError: `output` holds another run, finished or not, or a checkpoint that no run of ours wrote.
+    """
+    output = Path(str(config.output))
+    if output.exists() and not output.is_dir():
+        raise UserError("output is a file", got=output, allowed="a directory", command="--output OTHER_DIR")
+    if (output / FACTS).is_file():
+        facts: dict[str, Any] = read_json(output / FACTS)
+        refuse_other_run(output, facts.get("config", {}), identity(config), what="a finished run")
+        return facts
+    state = latest_state(output)
+    if state is not None:
+        refuse_other_run(output, _state_identity(state)["config"], identity(config), what="the state of a run")
+    elif (output / "config.json").exists():
+        raise UserError("output holds a checkpoint that is not ours", got=output, command="--output OTHER_DIR")
+    return None
+
+
+def refuse_other_run(output: Path, there: dict[str, Any], here: dict[str, Any], *, what: str) -> None:
+    """Raise a UserError naming the options in which two identities differ; return if they are the same."""
+    differing = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+    if differing:
+        raise UserError(
+            f"{output} holds {what} with other options: {', '.join(differing)}",
+            got="; ".join(f"{name}={here.get(name)!r}" for name in differing),
+            allowed="; ".join(f"{name}={there.get(name)!r}" for name in differing),
+            command=f"--output OTHER_DIR, or rm -r {output} to start anew",
+        )
+
+
+def latest_state(output: Path) -> Path | None:
+    """Return the newest complete state directory under `output`, or None."""
+    states = sorted((output / "state").glob("step-*"))
+    return states[-1] if states else None
+
+
+def save_state(accelerator: Any, output: Path, step: int, about: dict[str, Any]) -> None:
+    """Write the state of everything accelerate knows of, then rename it and remove older ones. All ranks call this.
+
+    Args:
+        accelerator: holds the model, the optimizer, the random states and the registered objects.
+        output: the run's directory.
+        step: optimiser steps done.
+        about: {"config": identity, "data": digest of the tokens, "processes": number of ranks}.
+    """
+    states = output / "state"
+    temporary = states / "incomplete"
+    if accelerator.is_main_process:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(temporary), safe_serialization=False)  # safetensors would warn of the tied head
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        write_json(temporary / "about.json", about)
+        final = states / f"step-{step:08d}"
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        for old in states.glob("step-*"):
+            if old != final:
+                shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def load_state(accelerator: Any, output: Path, about: dict[str, Any]) -> bool:
+    """Load the latest state into everything accelerate knows of; False where there is none.
+
+    Raises:
+        UserError: the state belongs to other options, other data or another number of processes.
+    """
+    state = latest_state(output)
+    if state is None:
+        return False
+    there = _state_identity(state)
+    refuse_other_run(output, there["config"], about["config"], what="the state of a run")
+    facts = ("data", "processes")
+    refuse_other_run(output, {k: there[k] for k in facts}, {k: about[k] for k in facts}, what="the state of a run")
+    accelerator.load_state(str(state))
+    return True
+
+
+def round_weights(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Round the fp32 weights to what `dtype` can hold, in place, so that what is measured last is what is saved."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(parameter.to(dtype))
+
+
+def save_checkpoint(accelerator: Any, module: Any, tokenizer: Any, output: Path, dtype: torch.dtype) -> None:
+    """Write a checkpoint that plain transformers loads. All ranks call this; the main one writes.
+
+    Args:
+        accelerator: gathers sharded weights.
+        module: the prepared `EarlyExitModule`.
+        tokenizer: saved beside the weights, chat template included.
+        output: the run's directory.
+        dtype: of the saved weights.
+    """
+    weights = accelerator.get_state_dict(module)
+    if accelerator.is_main_process:
+        model = accelerator.unwrap_model(module).model
+        temporary = output / "checkpoint.incomplete"
+        shutil.rmtree(temporary, ignore_errors=True)
+        _save_pretrained(model, {name.removeprefix("model."): w for name, w in weights.items()}, temporary, dtype)
+        tokenizer.save_pretrained(temporary)
+        for path in sorted(temporary.iterdir()):
+            path.replace(output / path.name)
+        temporary.rmdir()
+    accelerator.wait_for_everyone()
+
+
+def write_facts(output: Path, facts: dict[str, Any]) -> None:
+    """Write training.json, which marks the run as finished, and remove its states."""
+    write_json(output / FACTS, facts)
+    shutil.rmtree(output / "state", ignore_errors=True)
+
+
+def _save_pretrained(model: Any, weights: dict[str, Any], directory: Path, dtype: torch.dtype) -> None:
+    # An empty model of the right class and dtype does the saving: the trained one stays fp32, and may be sharded.
+    with torch.device("meta"):
+        shell = type(model)(model.config).to(dtype)
+    shell.generation_config = model.generation_config
+    cast: dict[int, torch.Tensor] = {}
+    for weight in weights.values():
+        cast.setdefault(weight.data_ptr(), weight.to("cpu", dtype))  # tied weights stay one tensor
+    shell.save_pretrained(directory, state_dict={name: cast[w.data_ptr()] for name, w in weights.items()})
+
+
+def _state_identity(state: Path) -> dict[str, Any]:
+    about: dict[str, Any] = read_json(state / "about.json")
+    return about

@@ -1,0 +1,43 @@
+"""metrics.jsonl: one line per step and per evaluation, and what is in it after an interruption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from selfspec_tune.files import atomic_writer
+
+
+class Metrics:
+    """Appends records with a `step` to a JSONL file; every line is flushed at once.
+
+    Args:
+        path: the file.
+        enabled: False on all ranks but one.
+    """
+
+    def __init__(self, path: Path, *, enabled: bool = True) -> None:
+        self.path, self.enabled = path, enabled
+
+    def rewind(self, step: int | None) -> None:
+        """Drop what is later than the state resumed from (it will be done again); with None, start an empty file."""
+        if not self.enabled:
+            return
+        kept = []
+        if step is not None and self.path.is_file():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError:  # the line being written when the process died
+                    continue
+                if record["step"] <= step:
+                    kept.append(line)
+        with atomic_writer(self.path) as handle:
+            handle.writelines(f"{line}\n" for line in kept)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record."""
+        if self.enabled:
+            with self.path.open("a", encoding="utf-8") as handle:
+                handle.write(json.dumps(record) + "\n")

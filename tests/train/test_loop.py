@@ -1,0 +1,242 @@
+"""Whole runs of the tiny model: learning, resuming to the bit, interruption, and what stops a run from starting."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from selfspec_tune.config import TrainConfig
+from selfspec_tune.errors import UserError
+from selfspec_tune.train.environment import mixed_precision, training_device
+from selfspec_tune.train.loop import train
+
+Make = Callable[..., TrainConfig]
+
+
+class Killed(Exception):
+    """Stands for the process dying."""
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    loaded: dict[str, torch.Tensor] = load_file(output / "model.safetensors")
+    return loaded
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def at_step(number: int, act: Callable[[], None]) -> Callable[[str, int, int], None]:
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage == "train" and done == number:
+            act()
+
+    return progress
+
+
+def kill() -> None:
+    raise Killed
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    left, right = weights(one), weights(other)
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+def test_training_lifts_alpha_and_lowers_perplexity(make_config: Make) -> None:
+    config = make_config(max_steps=40, learning_rate=3e-3, batch_size=4, layer_dropout=0.1, eval_every=15)
+    facts = train(config)
+    assert facts["perplexity_after"] < 0.5 * facts["perplexity_before"]
+    assert all(facts["alpha_after"][e] > facts["alpha_before"][e] + 0.2 for e in ("1", "2"))
+    assert facts["steps"] == 40 and facts["tokens"] == 40 * 4 * 48 and facts["stopped_by"] == "max_steps"
+    assert facts["exits"] == [1, 2, 3] and facts["base"] == config.model
+    assert json.loads((Path(str(config.output)) / "training.json").read_text()) == facts
+
+
+def test_metrics_hold_every_step_and_evaluation(make_config: Make) -> None:
+    config = make_config()
+    train(config)
+    records = metrics(Path(str(config.output)))
+    steps = [r for r in records if "loss" in r]
+    evaluations = [r for r in records if "perplexity" in r]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in evaluations] == [0, 4, 6]
+    assert [sorted(r["losses"]) for r in steps[:3]] == [["1", "2", "final"], ["1", "3", "final"], ["2", "3", "final"]]
+    assert all(r["tokens_per_second"] > 0 and r["seconds"] > 0 and r["learning_rate"] > 0 for r in steps)
+    for r in steps:
+        exits = [value for name, value in r["losses"].items() if name != "final"]
+        assert r["loss"] == pytest.approx(0.5 * r["losses"]["final"] + 0.5 * sum(exits) / 2, rel=1e-5)
+    assert all(set(r["alpha"]) == {"1", "2", "3"} for r in evaluations)
+
+
+@pytest.mark.parametrize("gradient_accumulation", [1, 2])
+def test_a_resumed_run_ends_in_the_same_bits(make_config: Make, tmp_path: Path, gradient_accumulation: int) -> None:
+    options = {"gradient_accumulation": gradient_accumulation}
+    train(make_config(output=tmp_path / "straight", **options))
+    config = make_config(output=tmp_path / "resumed", save_every=3, **options)
+    with pytest.raises(Killed):
+        train(config, at_step(5, kill))
+    assert [p.name for p in (tmp_path / "resumed" / "state").iterdir()] == ["step-00000003"]
+    facts = train(config)
+    assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
+    records = metrics(tmp_path / "resumed")
+    # Steps 4 and 5 were done twice, but are recorded once; so is the evaluation before the first step.
+    assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in records if "perplexity" in r] == [0, 4, 6]
+    straight = {r["step"]: r["losses"] for r in metrics(tmp_path / "straight") if "loss" in r}
+    assert {r["step"]: r["losses"] for r in records if "loss" in r} == straight
+    assert facts["tokens"] == 6 * 2 * 48 * gradient_accumulation
+    assert not (tmp_path / "resumed" / "state").exists()
+
+
+def test_ctrl_c_finishes_the_step_saves_a_state_and_resumes(make_config: Make, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    config = make_config(output=tmp_path / "stopped")
+    with pytest.raises(KeyboardInterrupt):
+        train(config, at_step(4, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert [p.name for p in (tmp_path / "stopped" / "state").iterdir()] == ["step-00000004"]
+    assert not (tmp_path / "stopped" / "training.json").exists()
+    train(config)
+    train(make_config(output=tmp_path / "straight"))
+    assert_same_weights(tmp_path / "straight", tmp_path / "stopped")
+
+
+def test_a_state_being_written_when_the_process_died_is_not_used(make_config: Make, tmp_path: Path) -> None:
+    config = make_config(save_every=2)
+    with pytest.raises(Killed):
+        train(config, at_step(3, kill))
+    state = tmp_path / "out" / "state"
+    (state / "incomplete").mkdir()
+    (state / "incomplete" / "pytorch_model.bin").write_bytes(b"half")
+    train(config)
+    train(make_config(output=tmp_path / "straight"))
+    assert_same_weights(tmp_path / "straight", tmp_path / "out")
+
+
+def test_a_finished_run_is_not_repeated(make_config: Make, tmp_path: Path) -> None:
+    config = make_config()
+    facts = train(config)
+    stamp = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
+    assert train(config, at_step(1, kill)) == facts
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize("finish", [True, False])
+def test_another_run_in_the_same_output_is_refused_by_name(make_config: Make, finish: bool) -> None:
+    config = make_config(save_every=2)
+    if finish:
+        train(config)
+    else:
+        with pytest.raises(Killed):
+            train(config, at_step(3, kill))
+    with pytest.raises(UserError) as caught:
+        train(replace(config, learning_rate=5e-3, seed=4))
+    text = str(caught.value)
+    assert "learning_rate, seed" in text and "0.005" in text and "--output" in text
+    train(replace(config, save_every=1, eval_every=1, json=True, max_minutes=60.0))
+
+
+def test_changed_data_are_refused_on_resume(make_config: Make, tmp_path: Path, jsonl: Callable[..., Path]) -> None:
+    file = jsonl(tmp_path / "t.jsonl", [{"text": f"sentence number {n} of the text"} for n in range(60)])
+    config = make_config(train_data=(str(file),), save_every=2)
+    with pytest.raises(Killed):
+        train(config, at_step(3, kill))
+    jsonl(file, [{"text": f"another sentence {n} of the text"} for n in range(60)])
+    with pytest.raises(UserError, match="data"):
+        train(config)
+
+
+def test_a_checkpoint_of_someone_else_is_not_overwritten(make_config: Make, tiny: Path) -> None:
+    with pytest.raises(UserError, match="not ours"):
+        train(make_config(output=tiny))
+
+
+def test_max_minutes_ends_the_run_with_a_checkpoint(make_config: Make, tmp_path: Path) -> None:
+    facts = train(make_config(max_minutes=1e-9, max_steps=1000))
+    assert (facts["steps"], facts["stopped_by"]) == (1, "max_minutes")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_max_minutes_counts_the_time_before_a_resume(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def monotonic() -> float:
+        clock[0] += 1e-3
+        return clock[0]
+
+    def a_minute(stage: str, done: int, total: int) -> None:
+        clock[0] += 60.0 if stage == "train" else 0.0
+        if done == 2 and stage == "train":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("selfspec_tune.train.loop.time.monotonic", monotonic)
+    config = make_config(max_minutes=3.5)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, a_minute)
+    clock[0] = 100_000.0
+    facts = train(config, a_minute)
+    # A step is timed before its minute passes: 0, 1, 2, 3 and 4 minutes are seen after steps 1 to 5.
+    assert (facts["steps"], facts["stopped_by"]) == (5, "max_minutes")
+
+
+def test_a_diverging_run_stops(make_config: Make) -> None:
+    with pytest.raises(UserError, match="the loss is"):
+        train(make_config(learning_rate=1e30, warmup_steps=0, max_grad_norm=1e30, max_steps=20))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"model": None}, "--model"),
+        ({"output": None}, "--output"),
+        ({"train_data": ()}, "--train-data"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"sequence_length": 1}, "sequence_length"),
+        ({"sequence_length": 1000}, "sequence_length"),
+        ({"exit_loss_weight": 1.5}, "exit_loss_weight"),
+        ({"layer_dropout": 1.0}, "layer_dropout"),
+        ({"learning_rate": 0.0}, "learning_rate"),
+        ({"max_minutes": 0.0}, "max_minutes"),
+        ({"exits": (4,)}, "exit 4"),
+        ({"device": "gpu"}, "device"),
+    ],
+)
+def test_options_that_cannot_work_are_user_errors(make_config: Make, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError) as caught:
+        train(make_config(**options))
+    assert named in str(caught.value)
+
+
+def test_wandb_without_the_package_is_a_user_error(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec_tune.train.options.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="wandb"):
+        train(make_config(wandb=True))
+
+
+def test_mixed_precision_auto_is_bf16_only_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": False}, raising=False)
+    assert mixed_precision("auto", cpu) == "no"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
+    assert mixed_precision("auto", cpu) == "bf16"
+    assert mixed_precision("no", cpu) == "no" and mixed_precision("bf16", cpu) == "bf16"
+
+
+def test_a_second_card_is_left_to_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec_tune.train.environment.resolve_device", torch.device)
+    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES=1"):
+        training_device("cuda:1")
+    assert training_device("cuda").type == "cuda"
