@@ -142,6 +142,8 @@ class TrainConfig(ModelConfig):
     """kl: match the final layer's distribution. ce: predict the data."""
     layer_dropout: float = 0.1
     """Largest layer dropout probability, p_max, at the last layer; it grows exponentially with depth from 0."""
+    freeze_embeddings: bool = False
+    """Leave embeddings and LM head as they are; saves time and memory, and disturbs the model less in a short run."""
     mixed_precision: Literal["auto", "bf16", "no"] = "auto"
     """bf16 autocast over fp32 weights. auto: where the device has bf16 arithmetic."""
     gradient_checkpointing: bool = False
@@ -173,7 +175,7 @@ class SweepConfig(ModelConfig):
     raw: bool = False
     """Give prompts to the model as they are, without the chat template."""
     num_prompts: int = 32
-    """Prompts to use at most, from the start of the file."""
+    """Prompts to profile at most, from the start of the file; the next few serve to confirm."""
     max_new_tokens: int = 96
     """Tokens of the target's own continuation profiled per prompt."""
     temperature: float = 0.0
@@ -205,7 +207,7 @@ class RegressConfig(ModelConfig):
     """Options of `selfspec regress`."""
 
     base: str | None = None
-    """The checkpoint the model was trained from. Without it only losslessness is tested."""
+    """The checkpoint the model was trained from. Default: the one that MODEL/training.json names."""
     text: tuple[Path, ...] = ()
     """Held-out text (.txt or .jsonl) for perplexity. May be repeated."""
     text_field: str = "text"
@@ -222,6 +224,8 @@ class RegressConfig(ModelConfig):
     """Field that holds the prompt text."""
     messages_field: str = "messages"
     """Field that holds chat messages; used where the record has it."""
+    id_field: str = "id"
+    """Field that identifies a prompt; the line number where it is missing."""
     raw: bool = False
     """Give prompts to the model as they are, without the chat template."""
     num_prompts: int = 12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_the_header_says_what_it_is_needs_and_how_to_run_and_override_it(path: P
         assert {"--model", "--output", "--train-data"} <= set(command)
         flags = [word.removeprefix("--").replace("-", "_") for word in command if word.startswith("--")]
         assert set(flags) - {"set"} <= set(field_types(TrainConfig))
-    assignments = [after for word, after in zip(override, override[1:], strict=False) if word == "--set"]
+    assignments = [after for word, after in pairwise(override) if word == "--set"]
     assert assignments
     changed = build(TrainConfig, read_recipe(path), parse_assignments(assignments), FLAGS)
     assert changed != build(TrainConfig, read_recipe(path), FLAGS)

@@ -15,7 +15,8 @@ from selfspec_tune.cli.options import options_from
 @options_from(configs.TrainConfig)
 def train(
     recipe: Annotated[
-        Path | None, typer.Argument(help="YAML recipe; --set and flags override it.", show_default=False)
+        Path | None,
+        typer.Argument(metavar="RECIPE", help="YAML recipe; --set and flags override it.", show_default=False),
     ] = None,
     assignments: Annotated[
         list[str] | None,

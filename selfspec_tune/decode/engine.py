@@ -138,12 +138,12 @@ class Engine:
         length, limit = len(request.prompt_ids), self.decoder.family.max_context
         if length == 0:
             raise UserError("the prompt is empty", got=f"request {request.id}", allowed="at least one token")
-        if length + max(request.max_new_tokens, 0) > limit:
+        if length >= limit:
             raise UserError(
-                "the prompt and the tokens asked for are longer than the model's context",
-                got=f"{length} prompt tokens + {request.max_new_tokens} new (request {request.id})",
-                allowed=f"{limit} together",
-                command=f"--max-new-tokens {max(0, limit - length)}" if length < limit else "a shorter prompt",
+                "the prompt is longer than the model's context",
+                got=f"{length} tokens (request {request.id})",
+                allowed=f"at most {limit - 1}, so that one token can follow",
+                command="a shorter prompt",
             )
         if request.max_new_tokens < 0:
             raise UserError("max_new_tokens must not be negative", got=request.max_new_tokens, allowed="0 or more")
@@ -165,6 +165,9 @@ class _Run:
     ) -> None:
         self.engine, self.decoder = engine, engine.decoder
         self.requests, self.params = requests, params
+        context = self.decoder.family.max_context
+        # The context ends a completion too (finish_reason length).
+        self.limits = [min(request.max_new_tokens, context - len(request.prompt_ids)) for request in requests]
         self.drafter, self.policy, self.on_text = drafter, policy, on_text
         self.completions = [Completion(request.id) for request in requests]
         self.noises = [Noise(params, request.id) for request in requests]
@@ -184,10 +187,9 @@ class _Run:
     def decode(self) -> Stats:
         """Run to the end and return the statistics; `completions` is filled on the way."""
         begin = time.perf_counter()
-        longest = max(len(request.prompt_ids) + request.max_new_tokens for request in self.requests)
-        cache = self.engine.cache_for(min(longest, 4096))
-        for completion, request in zip(self.completions, self.requests, strict=True):
-            if request.max_new_tokens == 0:
+        cache = self.engine.cache_for(max(len(request.prompt_ids) for request in self.requests))
+        for completion, limit in zip(self.completions, self.limits, strict=True):
+            if limit == 0:
                 completion.finish_reason = "length"
         if self._active():
             self._prefill(cache)
@@ -209,7 +211,6 @@ class _Run:
         return [row for row, completion in enumerate(self.completions) if completion.finish_reason is None]
 
     def _prefill(self, cache: SharedKVCache) -> None:
-        cache.reserve(max(len(request.prompt_ids) for request in self.requests))
         for row, request in enumerate(self.requests):
             tokens = torch.tensor([request.prompt_ids], device=self.decoder.device)
             logits = self.decoder.logits(self.decoder.prefill(tokens, cache.row(row)), pad=False)
@@ -220,7 +221,7 @@ class _Run:
 
     def _round(self, cache: SharedKVCache) -> None:
         active = self._active()
-        remaining = max(self.requests[row].max_new_tokens - len(self.completions[row].token_ids) for row in active)
+        remaining = max(self.limits[row] - len(self.completions[row].token_ids) for row in active)
         k = self.policy.next(remaining) if self.drafter else 0
         if k == 0:
             logits = step_plain(self.decoder, cache, self.last)
@@ -314,7 +315,7 @@ class _Run:
 
     def _emit(self, row: int, tokens: list[int], logits: Tensor) -> None:
         """Append tokens to a row's completion, cutting where plain decoding would stop."""
-        completion, request, stream = self.completions[row], self.requests[row], self.streams[row]
+        completion, stream = self.completions[row], self.streams[row]
         for index, token in enumerate(tokens):
             completion.token_ids.append(token)
             self.stats.emitted += 1
@@ -326,7 +327,7 @@ class _Run:
                 stream.push(token)
                 if stream.stopped:
                     completion.finish_reason = "stop"
-            if completion.finish_reason is None and len(completion.token_ids) >= request.max_new_tokens:
+            if completion.finish_reason is None and len(completion.token_ids) >= self.limits[row]:
                 completion.finish_reason = "length"
             if completion.finish_reason is not None:
                 break

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Any
+
+
+SUMMED = (
+    "prefill_seconds",
+    "draft_seconds",
+    "verify_seconds",
+    "total_seconds",
+    "rounds",
+    "drafted",
+    "accepted",
+    "emitted",
+    "tested",
+)
 
 
 @dataclass
@@ -26,7 +39,6 @@ class Stats:
     emitted: int = 0
     # Of the draft tokens that were tested (all before them in their round stood), how many stood.
     tested: int = 0
-    notices: list[str] = field(default_factory=list)
 
     def count_round(self, k: int, accepted: int) -> None:
         """Count one row's round of k drafted tokens."""
@@ -34,6 +46,12 @@ class Stats:
         self.drafted += k
         self.accepted += accepted
         self.tested += min(k, accepted + 1)
+
+    def add(self, other: Stats) -> None:
+        """Add another run's counts and seconds; its settings replace these."""
+        for item in fields(self):
+            theirs = getattr(other, item.name)
+            setattr(self, item.name, getattr(self, item.name) + theirs if item.name in SUMMED else theirs)
 
     @property
     def alpha(self) -> float | None:

@@ -102,7 +102,7 @@ class LayeredDecoder:
         return logits[:, :num_rows].float()
 
     def prefill(self, tokens: Tensor, cache: SharedKVCache) -> Tensor:
-        """Run all layers over a prompt [1, T] in chunks into a batch-1 cache, commit it, return its last hidden [1, 1, d]."""
+        """Run a prompt [1, T] in chunks into a batch-1 cache and commit it; returns its last hidden state [1, 1, d]."""
         hidden = torch.empty(0)
         for chunk in tokens.split(PREFILL_CHUNK, dim=1):
             begin = int(cache.committed[0])

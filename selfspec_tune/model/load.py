@@ -1,4 +1,4 @@
-"""From a directory, a hub name or a LoRA adapter directory to a model and a tokenizer, with errors a user can act on."""
+"""From a directory, hub name or LoRA adapter directory to a model and a tokenizer, with errors a user can act on."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def load_config(name: str) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"no model found at {name!r}: {_first_line(error)}",
-            allowed="a checkpoint directory, a LoRA adapter directory, or a hub name such as HuggingFaceTB/SmolLM2-135M",
+            allowed="a checkpoint or LoRA adapter directory, or a hub name such as HuggingFaceTB/SmolLM2-135M",
         ) from None
 
 
@@ -78,9 +78,9 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     directory = checkpoint_dir(name)
-    if directory is not None and (directory / "adapter_config.json").is_file():
-        if not (directory / "tokenizer_config.json").is_file():
-            return load_tokenizer(_adapter_base(directory))
+    is_adapter = directory is not None and (directory / "adapter_config.json").is_file()
+    if directory is not None and is_adapter and not (directory / "tokenizer_config.json").is_file():
+        return load_tokenizer(_adapter_base(directory))
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:

@@ -19,6 +19,7 @@ from selfspec_kernels import BLOCK
 from torch import Tensor
 
 from selfspec_tune.errors import UserError
+from selfspec_tune.progress import Progress, silent
 
 if TYPE_CHECKING:
     from selfspec_tune.model.decoder import LayeredDecoder
@@ -84,9 +85,12 @@ def certify(
         for begin in begins:
             probes += [kind(decoder, batch_size, max_rows, layer, begin) for kind in (AttentionProbe, LayerProbe)]
     probes.append(ProductProbe(decoder, batch_size, max_rows, *decoder.head))
-    rows_before, classes = decoder.rows, []
+    rows_before = decoder.rows
+    classes: list[tuple[list[Tensor], list[int]]] = []
     try:
         for count in tried_counts(max_rows):
+            if count > max_rows and any(members[-1] >= max_rows for _, members in classes):
+                break
             decoder.rows = RowCounts((count,))
             results = [probe.run(count, thorough=thorough) for probe in probes]
             signature = [result for result in results if result is not None]
@@ -103,8 +107,35 @@ def certify(
     return [RowCounts(tuple(members)) for _, members in classes if members[-1] >= max_rows]
 
 
+def certify_at_length(
+    decoder: LayeredDecoder, *, batch_size: int, max_rows: int, live_length: int, progress: Progress = silent
+) -> list[RowCounts]:
+    """`certify` at length: first, middle and last layer, every alignment, every block edge up to `live_length`.
+
+    Returns:
+        The classes that hold everywhere: intersections of what each place certified, the cheapest first.
+    """
+    middle = decoder.num_layers // 2
+    places = [
+        (layer, begin)
+        for layer in sorted({0, middle, decoder.num_layers - 1})
+        for begin in range(BLOCK - 6, max(live_length, BLOCK), BLOCK)
+    ]
+    agreed: list[set[int]] | None = None
+    for done, (layer, begin) in enumerate(places):
+        progress("certifying row counts", done, len(places))
+        found = certify(
+            decoder, batch_size=batch_size, max_rows=max_rows, layers=[layer], begins=[begin], thorough=True
+        )
+        sets = [set(rows.counts) for rows in found]
+        agreed = sets if agreed is None else [a & b for a in agreed for b in sets]
+    progress("certifying row counts", len(places), len(places))
+    kept = [RowCounts(tuple(sorted(counts))) for counts in agreed or [] if counts and max(counts) >= max_rows]
+    return sorted(kept, key=lambda rows: rows.counts)
+
+
 def tried_counts(max_rows: int) -> list[int]:
-    """Return 1..max_rows and the multiples of 4 up to the next multiple of 8."""
+    """Return 1..max_rows, then (needed where no class reaches so far) multiples of 4 to the next multiple of 8."""
     largest = -(-max_rows // 8) * 8
     return [count for count in range(1, largest + 1) if count <= max_rows or count % 4 == 0]
 

@@ -17,6 +17,8 @@ from selfspec_tune.train.records import Record, read_records
 
 HELD_OUT_ONE_IN = 50
 """Without eval_data, one record in so many is held out."""
+POOL, LARGEST_POOL = 16, 20_000
+"""Sequences are drawn from a pool of 16 times their number (up to 20 000): a few long records must not fill them."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ def load_sequences(
         eval_data: held-out sources; empty to hold out one training record in 50, chosen by a hash of its text.
         tokenizer: a transformers tokenizer with an end-of-text token.
         length: T, tokens per sequence.
-        num_train: training sequences to pack at most; no more is tokenized than they need.
-        num_eval: held-out sequences to pack at most.
+        num_train: training sequences to return at most; not much more is tokenized than they need.
+        num_eval: held-out sequences to return at most.
         text_field: field of the text.
         messages_field: field of chat messages.
         seed: of the order of training records; the held-out sequences do not depend on it.
@@ -122,17 +124,18 @@ def _is_held_out(record: Record) -> bool:
 
 
 def _pack(records: list[Record], tokenizer: Any, length: int, limit: int, *, what: str) -> Sequences:
-    """Tokenize records in turn, an end-of-text token behind each, and cut into `limit` sequences at most."""
+    """Tokenize records in turn, an end-of-text token behind each, and draw `limit` sequences of them at most."""
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-text token", allowed="a tokenizer with eos_token")
     ids, counted = array("i"), array("b")
+    pool = max(limit, min(POOL * limit, LARGEST_POOL))
     for record in records:
         record_ids, num_prompt = _tokenize(record, tokenizer)
         ids.extend(record_ids)
         counted.extend([0] * num_prompt + [1] * (len(record_ids) - num_prompt))
-        if len(ids) >= length * limit:
+        if len(ids) >= length * pool:
             break
-    count = min(limit, len(ids) // length)
+    count = min(pool, len(ids) // length)
     if count == 0:
         raise UserError(
             f"the {what} data are too short for one sequence",
@@ -140,9 +143,10 @@ def _pack(records: list[Record], tokenizer: Any, length: int, limit: int, *, wha
             allowed=f"at least sequence_length = {length} tokens",
             command="--sequence-length N",
         )
+    drawn = sorted(random.Random(0).sample(range(count), min(limit, count)))
     return Sequences(
-        torch.tensor(ids[: count * length], dtype=torch.int32).view(count, length),
-        torch.tensor(counted[: count * length], dtype=torch.bool).view(count, length),
+        torch.tensor(ids[: count * length], dtype=torch.int32).view(count, length)[drawn],
+        torch.tensor(counted[: count * length], dtype=torch.bool).view(count, length)[drawn],
     )
 
 

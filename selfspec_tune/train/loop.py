@@ -132,10 +132,14 @@ class _Run:
             exit_loss=config.exit_loss,
             gradient_checkpointing=config.gradient_checkpointing,
         ).train()
-        matrices = [p for p in module.parameters() if p.ndim >= 2]
-        vectors = [p for p in module.parameters() if p.ndim < 2]
+        if config.freeze_embeddings:
+            model.get_input_embeddings().requires_grad_(False)
+            model.get_output_embeddings().requires_grad_(False)
+        matrices = [p for p in module.parameters() if p.requires_grad and p.ndim >= 2]
+        vectors = [p for p in module.parameters() if p.requires_grad and p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        module, optimizer = self.accelerator.prepare(module, torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95)))
+        adamw = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+        module, optimizer = self.accelerator.prepare(module, adamw)
         self.accelerator.register_for_checkpointing(self.position)
         return module, optimizer
 

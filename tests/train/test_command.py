@@ -41,7 +41,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainConfig]:
 
 
 def call(*arguments: str) -> Any:
-    app = typer.Typer(pretty_exceptions_enable=False)
+    app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(command.train)
     return CliRunner().invoke(app, list(arguments))
 

@@ -173,11 +173,29 @@ def test_empty_and_too_short_data_are_refused(tmp_path: Path, tokenizer: Any, js
         load([good], [], tokenizer)
 
 
-def test_no_more_is_tokenized_than_the_run_reads(tmp_path: Path, tokenizer: Any, jsonl: Callable[..., Path]) -> None:
-    train = jsonl(tmp_path / "a.jsonl", [{"text": f"some text {n}"} for n in range(50)])
-    held_out = jsonl(tmp_path / "b.jsonl", [{"text": f"other text {n}"} for n in range(50)])
-    training, evaluation = load([train], [held_out], tokenizer, num_train=3, num_eval=2)
-    assert (len(training), len(evaluation)) == (3, 2)
+def test_a_long_record_does_not_fill_all_sequences(tmp_path: Path, tokenizer: Any, jsonl: Callable[..., Path]) -> None:
+    records = [{"text": letter * 40} for letter in "abcdefgh"]
+    train = jsonl(tmp_path / "a.jsonl", records)
+    held_out = jsonl(tmp_path / "b.jsonl", [{"text": letter * 40} for letter in "ABCDEFGH"])
+    for part in load([train], [held_out], tokenizer, num_train=5, num_eval=5):
+        assert len(part) == 5
+        letters = set(tokenizer.decode(part.ids.flatten().tolist()).replace("<eos>", ""))
+        assert len(letters) > 2  # one record alone has five sequences
+
+
+def test_not_all_of_a_large_corpus_is_tokenized(tmp_path: Path, tokenizer: Any, jsonl: Callable[..., Path]) -> None:
+    class Counting:
+        eos_token_id, eos_token, chat_template = tokenizer.eos_token_id, tokenizer.eos_token, None
+        calls = 0
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            Counting.calls += 1
+            return tokenizer(text, **options)
+
+    train = jsonl(tmp_path / "a.jsonl", [{"text": f"some text {n}"} for n in range(500)])
+    held_out = jsonl(tmp_path / "b.jsonl", [{"text": "held out"}])
+    load([train], [held_out], Counting(), num_train=3)
+    assert Counting.calls < 50
 
 
 def test_the_stream_visits_every_sequence_once_per_epoch_in_a_new_order() -> None:

@@ -81,6 +81,16 @@ def test_metrics_hold_every_step_and_evaluation(make_config: Make) -> None:
     assert all(set(r["alpha"]) == {"1", "2", "3"} for r in evaluations)
 
 
+@pytest.mark.parametrize("freeze", [True, False])
+def test_embeddings_stay_as_they_are_only_if_frozen(make_config: Make, tiny: Path, freeze: bool) -> None:
+    config = make_config(freeze_embeddings=freeze, max_steps=2)
+    train(config)
+    before, after = weights(tiny), weights(Path(str(config.output)))
+    name = "model.embed_tokens.weight"
+    assert torch.equal(before[name], after[name]) == freeze
+    assert not torch.equal(before["model.layers.0.mlp.up_proj.weight"], after["model.layers.0.mlp.up_proj.weight"])
+
+
 @pytest.mark.parametrize("gradient_accumulation", [1, 2])
 def test_a_resumed_run_ends_in_the_same_bits(make_config: Make, tmp_path: Path, gradient_accumulation: int) -> None:
     options = {"gradient_accumulation": gradient_accumulation}

@@ -70,6 +70,15 @@ def test_an_exit_equal_to_the_final_layer_has_no_kl() -> None:
     assert losses[1].abs() < 1e-15
 
 
+def test_a_frozen_head_takes_no_gradient_and_changes_no_other() -> None:
+    hidden, weight, targets = example(2, torch.float64)
+    early_exit_loss(hidden, weight, targets, exit_weight=0.5, chunk=6)[0].backward()
+    expected, hidden.grad = hidden.grad, None
+    early_exit_loss(hidden, weight.detach(), targets, exit_weight=0.5, chunk=6)[0].backward()
+    assert hidden.grad is not None and expected is not None
+    torch.testing.assert_close(hidden.grad, expected, rtol=0, atol=0)
+
+
 def test_no_token_to_predict_gives_zero_not_nan() -> None:
     hidden, weight, _ = example(2, torch.float32)
     empty = hidden[:, :0].detach().requires_grad_()

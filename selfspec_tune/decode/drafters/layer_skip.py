@@ -33,7 +33,7 @@ class LayerSkipDrafter:
         self.exit_layer: int | None = exit_layer
 
     def propose(self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken) -> Draft:
-        """Draft k tokens, then run the last of them through the early layers too: its keys and hidden state are needed."""
+        """Draft k tokens; the last one runs through the early layers too, as its keys and hidden state are needed."""
         decoder, exit_layer = self.decoder, self.exit_layer
         assert exit_layer is not None
         tokens, probabilities, states = [], [], []

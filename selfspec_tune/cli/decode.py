@@ -1,0 +1,206 @@
+"""`selfspec decode`: complete prompts, speculatively where `selfspec.json` or flags say so."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from selfspec_tune import artifact as artifacts
+from selfspec_tune import config
+from selfspec_tune.artifact import Artifact
+from selfspec_tune.cli import console
+from selfspec_tune.cli.options import options_from
+from selfspec_tune.errors import UserError
+from selfspec_tune.files import read_text
+
+if TYPE_CHECKING:
+    from selfspec_tune.decode.plan import Plan
+    from selfspec_tune.decode.stats import Stats
+
+
+@options_from(config.DecodeConfig)
+def decode(
+    model: Annotated[str, typer.Argument(help="Checkpoint or LoRA adapter directory, or hub name.", show_default=False)],
+    flags: dict[str, Any],
+) -> None:
+    """Complete prompts. The text is the model's own; speculation changes only the time.
+
+    Examples:
+
+        selfspec decode ./my-model --prompt "Why is the sky blue?"
+
+        cat question.txt | selfspec decode ./my-model --max-new-tokens 100 --temperature 0.7 --top-p 0.9
+
+        selfspec decode ./my-model --input prompts.jsonl --output answers.jsonl
+
+        selfspec decode ./my-model --prompt "def fib(n):" --raw --exit-layer 8 --num-draft-tokens 3 --json
+    """
+    options = config.build(config.DecodeConfig, flags)
+    _check_sources(options)
+    prompt = None if options.input else _read_prompt(options)
+
+    from selfspec_tune.decode.plan import make_plan
+    from selfspec_tune.decode.sampling import SamplingParams
+    from selfspec_tune.model.load import checkpoint_dir, load_tokenizer
+
+    params = SamplingParams(
+        options.temperature, options.top_k, options.top_p, options.seed, reproducible=options.reproducible
+    )
+    directory = checkpoint_dir(model)
+    artifact = artifacts.read(directory) if directory else None
+    trained = directory is not None and (directory / "training.json").is_file()
+    for line in _verdict_notices(artifact, model, trained=trained):
+        console.notice(line)
+    tokenizer = load_tokenizer(model)
+    plan = make_plan(model, tokenizer, artifact, options)
+    for line in plan.notices:
+        console.notice(line)
+    if prompt is not None:
+        _decode_one(plan, params, options, prompt)
+    else:
+        _decode_file(plan, params, options)
+
+
+def _check_sources(options: config.DecodeConfig) -> None:
+    given = [name for name in ("prompt", "prompt_file", "input") if getattr(options, name) is not None]
+    if len(given) > 1:
+        raise UserError("more than one source of prompts", got=", ".join(given), allowed="one of them")
+    if (options.input is None) != (options.output is None):
+        raise UserError("--input and --output go together", command="--input prompts.jsonl --output answers.jsonl")
+    if options.input is not None and options.output is not None and options.input.resolve() == options.output.resolve():
+        raise UserError("--output would overwrite --input", got=options.output, command="another --output file")
+    if options.batch_size < 1:
+        raise UserError("batch_size must be at least 1", got=options.batch_size)
+    if options.max_new_tokens < 0:
+        raise UserError("max_new_tokens must not be negative", got=options.max_new_tokens, allowed="0 or more")
+
+
+def _read_prompt(options: config.DecodeConfig) -> str:
+    if options.prompt is not None:
+        prompt = options.prompt
+    elif options.prompt_file is not None:
+        prompt = read_text(options.prompt_file)
+    elif sys.stdin.isatty():
+        raise UserError("no prompt", command='--prompt "...", --prompt-file FILE, --input FILE, or a prompt on stdin')
+    else:
+        prompt = sys.stdin.read()
+    if not prompt:
+        raise UserError("the prompt is empty", allowed="at least one token", command='--prompt "..."')
+    return prompt
+
+
+def _decode_one(plan: Plan, params: Any, options: config.DecodeConfig, prompt: str) -> None:
+    from selfspec_tune.decode.engine import Request
+    from selfspec_tune.decode.prompts import encode_text
+
+    ids = encode_text(plan.engine.tokenizer, prompt, raw=options.raw)
+    request = Request("0", ids, options.max_new_tokens, options.stop)
+    show = None if options.json else _write_text
+    completions, stats = plan.generate([request], params, on_text=show)
+    completion = completions[0]
+    if options.json:
+        record = {"completion": completion.text, "num_tokens": len(completion.token_ids)}
+        console.print_json({**record, "finish_reason": completion.finish_reason, **stats.to_dict()})
+    else:
+        print()
+        console.notice(_stats_line(stats))
+
+
+def _write_text(_row: int, text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _decode_file(plan: Plan, params: Any, options: config.DecodeConfig) -> None:
+    from selfspec_tune.decode.prompts import read_requests
+    from selfspec_tune.decode.stats import Stats
+
+    assert options.input is not None and options.output is not None
+    records, requests = read_requests(
+        options.input,
+        plan.engine.tokenizer,
+        prompt_field=options.prompt_field,
+        messages_field=options.messages_field,
+        id_field=options.id_field,
+        raw=options.raw,
+        max_new_tokens=options.max_new_tokens,
+        stop=options.stop,
+    )
+    done = _completed_ids(options.output, options.id_field)
+    todo = [pair for pair in zip(records, requests, strict=True) if pair[1].id not in done]
+    if done:
+        console.notice(f"{options.output} already holds {len(requests) - len(todo)} of {len(requests)} records")
+    total = Stats()
+    with console.progress_bar() as progress, options.output.open("a", encoding="utf-8") as handle:
+        for start in range(0, len(todo), options.batch_size):
+            batch = todo[start : start + options.batch_size]
+            completions, stats = plan.generate([request for _, request in batch], params)
+            lines = [
+                {
+                    options.id_field: record.get(options.id_field, request.id),
+                    **record,
+                    "completion": completion.text,
+                    "num_tokens": len(completion.token_ids),
+                    "finish_reason": completion.finish_reason,
+                }
+                for (record, request), completion in zip(batch, completions, strict=True)
+            ]
+            # One write per batch: an interrupted run leaves whole lines, or one torn line that the next run drops.
+            handle.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+            handle.flush()
+            total.add(stats)
+            progress("decoding", start + len(batch), len(todo))
+    if options.json:
+        console.print_json({"written": len(todo), "skipped": len(requests) - len(todo), **total.to_dict()})
+    else:
+        console.notice(_stats_line(total))
+
+
+def _completed_ids(output: Path, id_field: str) -> set[str]:
+    """Return the ids already written; a last line torn by an interruption is cut off."""
+    if not output.exists():
+        output.parent.mkdir(parents=True, exist_ok=True)
+        return set()
+    data = output.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        with output.open("r+b") as handle:
+            handle.truncate(len(whole))
+    ids = set()
+    for number, line in enumerate(whole.decode("utf-8", errors="replace").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            record["completion"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise UserError(
+                f"{output}:{number} was not written by `selfspec decode`", command="another --output file"
+            ) from None
+        ids.add(str(record.get(id_field)))
+    return ids
+
+
+def _verdict_notices(artifact: Artifact | None, model: str, *, trained: bool) -> list[str]:
+    verdict = artifact.regress if artifact else None
+    if verdict is not None and not verdict.get("passed"):
+        return [f"warning: {model} FAILED its regression gate; run `selfspec regress {model}` to see how"]
+    if trained and verdict is None:
+        return [f"warning: the weights of {model} were trained and never gated; run `selfspec regress {model}`"]
+    return []
+
+
+def _stats_line(stats: Stats) -> str:
+    values = stats.to_dict()
+    parts = [f"{stats.emitted} tokens", f"{values['tokens_per_second'] or 0:.1f} tokens/s"]
+    parts.append(f"prefill {values['prefill_seconds']:.2f} s")
+    if stats.rounds:
+        parts.append(f"alpha {values['alpha'] or 0:.3f}, tokens/round {values['tokens_per_round']:.2f}")
+        parts.append(f"{stats.rounds} rounds, {stats.drafted} drafted, {stats.accepted} accepted")
+        parts.append(f"E={stats.exit_layer}, k={stats.num_draft_tokens}")
+    else:
+        parts.append("plain")
+    parts.append(stats.numerics)
+    return " | ".join(parts) + (f" | {stats.reason}" if stats.reason else "")

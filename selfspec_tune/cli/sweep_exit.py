@@ -1,0 +1,180 @@
+"""`selfspec sweep-exit`: prompts in, a table and `selfspec.json` out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from selfspec_tune import config as configs
+from selfspec_tune.cli import console
+from selfspec_tune.cli.options import options_from
+from selfspec_tune.errors import UserError
+
+if TYPE_CHECKING:
+    from selfspec_tune.sweep.objective import Cell
+    from selfspec_tune.sweep.select import Sweep
+
+FEW_PROMPTS = 8
+MAP_ROWS, TABLE_ROWS = 32, 12
+
+
+@options_from(configs.SweepConfig)
+def sweep_exit(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory or hub name.")],
+    *,
+    flags: dict[str, Any],
+) -> None:
+    """Find the exit layer and the number of draft tokens that pay on your prompts and this machine.
+
+    Profiles every exit on the model's own continuations in one pass, measures what draft and verification cost here,
+    tries the best setting against plain decoding, and writes selfspec.json beside the checkpoint for `selfspec decode`.
+    If nothing pays, it says what is missing, and decoding stays plain.
+
+    \b
+    Examples:
+      selfspec sweep-exit trained/ --prompts heldout.jsonl
+      selfspec sweep-exit trained/ --prompts chats.jsonl --temperature 0.7 --top-p 0.9 --max-draft-tokens 5
+      selfspec sweep-exit trained/ --prompts code.jsonl --raw --num-prompts 12 --confirm 3 --window 0.1,0.6 --json
+    """
+    config = configs.build(configs.SweepConfig, flags)
+    check_options(config)
+
+    from selfspec_tune.decode.engine import Engine
+    from selfspec_tune.decode.prompts import read_requests
+    from selfspec_tune.model.decoder import load_decoder
+    from selfspec_tune.model.load import end_tokens, load_tokenizer
+    from selfspec_tune.sweep import confirm, select
+
+    assert config.prompts is not None
+    tokenizer = load_tokenizer(model)
+    _, requests = read_requests(
+        config.prompts,
+        tokenizer,
+        prompt_field=config.prompt_field,
+        messages_field=config.messages_field,
+        raw=config.raw,
+        max_new_tokens=config.max_new_tokens,
+        limit=config.num_prompts + confirm.CONFIRM_PROMPTS,
+    )
+    if len(requests) < FEW_PROMPTS:
+        console.notice(f"only {len(requests)} prompts: with fewer than {FEW_PROMPTS} the choice may be chance")
+    decoder = load_decoder(model, dtype=config.dtype, device=config.device)
+    engine = Engine(
+        decoder,
+        tokenizer,
+        end_tokens=end_tokens(decoder.model),
+        numerics=config.numerics,
+        max_draft_tokens=config.max_draft_tokens,
+    )
+    with console.progress_bar() as progress:
+        result = select.sweep(model, engine, requests, config, progress)
+    if config.json:
+        console.print_json(result.to_dict())
+    else:
+        _print(result, config)
+    if result.path is None:
+        console.notice(f"{model} is not a directory, so nothing was written: download it to keep the choice beside it")
+
+
+def check_options(config: configs.SweepConfig) -> None:
+    """Raise a UserError for a missing option or a value that cannot work, before anything heavy is loaded."""
+    if config.prompts is None:
+        raise UserError(
+            "sweep-exit needs prompts like those to be served, which the model was not trained on",
+            allowed='JSONL with lines such as {"prompt": "..."} or {"messages": [...]}',
+            command="selfspec sweep-exit MODEL --prompts PROMPTS.jsonl",
+        )
+    for name in ("num_prompts", "max_draft_tokens", "context_length", "repeats", "confirm"):
+        least = 0 if name == "confirm" else 1
+        if getattr(config, name) < least:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} is too small", got=getattr(config, name), allowed=f"{least} or more")
+    if config.max_new_tokens < config.max_draft_tokens + 2:
+        raise UserError(
+            "the continuations are too short to hold a whole round",
+            got=f"--max-new-tokens {config.max_new_tokens}",
+            allowed=f"{config.max_draft_tokens + 2} or more with --max-draft-tokens {config.max_draft_tokens}",
+        )
+    low, high = config.window
+    if not 0 <= low <= high <= 1:
+        raise UserError("--window is no part of the depth", got=f"{low:g},{high:g}", allowed="LOW,HIGH within 0,1")
+
+
+def shown_exits(num_layers: int, limit: int, always: set[int]) -> list[int]:
+    """Return all exits 1..L − 1 if they are at most `limit`, else about as many spread ones and those in `always`."""
+    exits = range(1, num_layers)
+    if len(exits) <= limit:
+        return list(exits)
+    spread = {exits[round(i * (len(exits) - 1) / (limit - 1))] for i in range(limit)} if limit > 1 else set()
+    return sorted(spread | always)
+
+
+def _print(result: Sweep, config: configs.SweepConfig) -> None:
+    artifact, costs, better = result.artifact, result.costs, result.better_outside_window
+    by_exit: dict[int, list[Cell]] = {}
+    for cell in result.cells:
+        by_exit.setdefault(cell.exit_layer, []).append(cell)
+    always = {int(artifact.exit_layer or 1)} | ({better.exit_layer} if better else set())
+    rows = shown_exits(artifact.num_layers, MAP_ROWS, always)
+    console.heat_map(
+        "speed-up predicted, τ/(c·k + v + o), by exit layer and draft tokens",
+        [f"E={e} ({e / artifact.num_layers:.0%})" for e in rows],
+        [f"k={cell.num_draft_tokens}" for cell in by_exit[1]],
+        [[cell.speedup_predicted for cell in by_exit[e]] for e in rows],
+        neutral=1.0,
+    )
+    lines = [
+        _line(max(by_exit[e], key=lambda cell: cell.speedup_predicted), costs.overhead_ratio)
+        for e in shown_exits(artifact.num_layers, TABLE_ROWS - len(always), always)
+    ]
+    console.table(
+        f"each exit at its best k: {result.profile.num_prompts} prompts, {result.profile.num_tokens} tokens, "
+        f"temperature {config.temperature:g}",
+        ["exit", "k", "α", "α to break even", "c", "v", "τ", "textbook", "predicted"],
+        lines,
+        caption=_caption(result, config),
+    )
+    for confirmed in result.confirmed:
+        same = {True: ", identical tokens", False: ", OTHER TOKENS", None: ""}[confirmed.identical]
+        print(
+            f"confirmed: exit {confirmed.exit_layer}, k = {confirmed.num_draft_tokens}: ×{confirmed.speedup:.2f} of plain "
+            f"decoding (spread {confirmed.spread:.0%}, {confirmed.num_prompts} prompts, "
+            f"{confirmed.num_tokens} tokens{same})"
+        )
+    print(f"speculation {'on' if artifact.enabled else 'off'}: {artifact.reason}")
+    if better is not None:
+        print(
+            f"better outside the window {config.window[0]:g},{config.window[1]:g}: exit {better.exit_layer}, "
+            f"k = {better.num_draft_tokens}, predicted ×{better.speedup_predicted:.2f}; try --window 0,1"
+        )
+    if result.path:
+        print(f"written: {result.path}")
+    else:
+        console.print_json(result.to_dict()["artifact"])
+
+
+def _line(cell: Cell, overhead_ratio: float) -> list[str]:
+    from selfspec_tune.sweep.objective import alpha_needed
+
+    needed = alpha_needed(1.0, cell.cost_ratio, cell.verify_ratio + overhead_ratio, cell.num_draft_tokens)
+    numbers = (cell.cost_ratio, cell.verify_ratio, cell.tokens_per_round, cell.speedup_model, cell.speedup_predicted)
+    return [
+        str(cell.exit_layer),
+        str(cell.num_draft_tokens),
+        f"{cell.alpha:.3f}",
+        f"{needed:.3f}" if needed is not None else "never",
+        *(f"{number:.2f}" for number in numbers),
+    ]
+
+
+def _caption(result: Sweep, config: configs.SweepConfig) -> str:
+    costs = result.costs
+    price = "exact numerics cannot be certified here"
+    if costs.exact_over_fast is not None:
+        price = f"an exact plain step costs ×{costs.exact_over_fast:.2f} of a fast one"
+    return (
+        f"{config.numerics} numerics, {config.context_length} live tokens: plain step {1000 * costs.plain:.1f} ms "
+        f"(spread {costs.spread.get('plain', 0):.0%}, composed ×{costs.composed_over_measured:.2f}), "
+        f"o = {costs.overhead_ratio:.3f}, {price}; plain decoding {result.profile.plain_tokens_per_second:.1f} tokens/s"
+    )
