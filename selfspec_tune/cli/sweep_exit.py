@@ -138,8 +138,8 @@ def _print(result: Sweep, config: configs.SweepConfig) -> None:
     for confirmed in result.confirmed:
         same = {True: ", identical tokens", False: ", OTHER TOKENS", None: ""}[confirmed.identical]
         print(
-            f"confirmed: exit {confirmed.exit_layer}, k = {confirmed.num_draft_tokens}: ×{confirmed.speedup:.2f} of plain "
-            f"decoding (spread {confirmed.spread:.0%}, {confirmed.num_prompts} prompts, "
+            f"confirmed: exit {confirmed.exit_layer}, k = {confirmed.num_draft_tokens}: "
+            f"×{confirmed.speedup:.2f} of plain decoding (spread {confirmed.spread:.0%}, {confirmed.num_prompts} prompts, "
             f"{confirmed.num_tokens} tokens{same})"
         )
     print(f"speculation {'on' if artifact.enabled else 'off'}: {artifact.reason}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,9 +42,12 @@ def train(
     layers = [configs.read_recipe(recipe)] if recipe else []
     config = configs.build(configs.TrainConfig, *layers, configs.parse_assignments(assignments or []), flags)
 
+    from transformers.utils import logging as transformers_logging
+
     from selfspec_tune.train import checkpoint, loop
     from selfspec_tune.train.options import check_options
 
+    transformers_logging.disable_progress_bar()
     check_options(config)
     facts = checkpoint.finished(config)
     if facts is not None:
@@ -51,6 +55,8 @@ def train(
     else:
         with console.progress_bar() as progress:
             facts = loop.train(config, progress)
+    if os.environ.get("RANK", "0") != "0":  # started by torchrun or accelerate launch: one rank speaks for all
+        return
     if config.json:
         console.print_json(facts)
     else:

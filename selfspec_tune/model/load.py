@@ -43,6 +43,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> Any:
     Raises:
         UserError: not a checkpoint, an unsupported architecture, an unusable device.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     resolved = resolve_device(device)
@@ -52,7 +53,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> Any:
     check_supported(load_config(name))
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=_torch_dtype(dtype))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"the weights of {name} cannot be loaded: {_first_line(error)}") from None
     return model.to(resolved).eval()
 

@@ -79,6 +79,8 @@ def certify(
     if layers is None:
         windows = decoder.family.windows
         layers = sorted({windows.index(window) for window in windows})
+    last_begin = max(0, decoder.family.max_context - max_rows)
+    begins = sorted({min(begin, last_begin) for begin in begins})
     probes: list[ProductProbe | TextProbe] = []
     for layer in layers:
         probes += [ProductProbe(decoder, batch_size, max_rows, *product) for product in decoder.products(layer)]

@@ -20,11 +20,11 @@ from selfspec_tune.decode.accept import accept_matching, accept_ratio
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
 from selfspec_tune.decode.engine import Engine, Request, certified_rows
 from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.price import plain_step_seconds
 from selfspec_tune.decode.sampling import SamplingParams, distribution, draw
 from selfspec_tune.decode.verify import step_plain
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import LayeredDecoder
-from selfspec_tune.model.rows import ANY_ROWS, RowCounts
 from selfspec_tune.progress import Progress, silent
 from selfspec_tune.sweep.objective import Costs
 
@@ -56,15 +56,18 @@ def measure_costs(
     decoder.rows, decoder.exact = rows, engine.numerics == "exact"
     try:
         bench = Bench(decoder, params, context_length, max_draft_tokens)
-        other = _other_numerics(engine, max_draft_tokens)
-        seconds, spread = repeat_in_turn(bench.pieces(other), repeats, progress)
+        seconds, spread = repeat_in_turn(bench.pieces(), repeats, progress)
+        price = exact_price(
+            engine,
+            max_draft_tokens=max_draft_tokens,
+            context_length=context_length,
+            repeats=repeats,
+            progress=progress,
+        )
     finally:
         decoder.rows, decoder.exact = before
     counts = range(1, max_draft_tokens + 2)
-    plain, exact_over_fast = seconds["plain"], None
-    if other is not None:
-        exact_over_fast = seconds["other"] / plain if engine.numerics == "fast" else plain / seconds["other"]
-    overhead = 0.0
+    plain, overhead = seconds["plain"], 0.0
     if overhead_request is not None:
         overhead = bookkeeping_seconds(engine, params, overhead_request, max_draft_tokens, plain)
     return Costs(
@@ -76,7 +79,7 @@ def measure_costs(
         draft_head=seconds["draft head"],
         verify_heads={r: seconds[f"verify head, {r} rows"] for r in counts},
         overhead=overhead,
-        exact_over_fast=exact_over_fast,
+        exact_over_fast=price,
         spread=spread,
     )
 
@@ -100,8 +103,8 @@ class Bench:
         # Any draft will do: acceptance costs the same whatever it accepts.
         self.draft = torch.full((1, max_draft_tokens, decoder.family.vocab_size), 1.0, device=decoder.device)
 
-    def pieces(self, other: tuple[RowCounts, bool] | None) -> dict[str, Callable[[], object]]:
-        """Return name → piece. Passes of the same padded row count are one piece; `other` numerics are optional."""
+    def pieces(self) -> dict[str, Callable[[], object]]:
+        """Return name → piece. Passes of the same padded row count are one piece."""
         pieces: dict[str, Callable[[], object]] = {
             "plain": self.plain_step,
             "embed": partial(self.decoder.embed, self.tokens[:, :1]),
@@ -112,22 +115,11 @@ class Bench:
             pieces.setdefault(f"one layer, {padded} rows", partial(self.run_layers, rows, 1))
             pieces.setdefault(f"all layers, {padded} rows", partial(self.run_layers, rows, self.decoder.num_layers))
             pieces[f"verify head, {rows} rows"] = partial(self.verify_head, rows)
-        if other is not None:
-            pieces["other"] = partial(self.plain_step_in, *other)
         return pieces
 
     def plain_step(self) -> None:
         """One step of plain decoding up to the token on the host."""
         self._accept(step_plain(self.decoder, self.cache, self.tokens[:, 0]))
-
-    def plain_step_in(self, rows: RowCounts, exact: bool) -> None:
-        """One step of plain decoding in other numerics."""
-        before = self.decoder.rows, self.decoder.exact
-        self.decoder.rows, self.decoder.exact = rows, exact
-        try:
-            self.plain_step()
-        finally:
-            self.decoder.rows, self.decoder.exact = before
 
     def run_layers(self, rows: int, count: int) -> Tensor:
         """One pass of `rows` rows over the first `count` layers."""
@@ -196,14 +188,21 @@ def bookkeeping_seconds(
     return max(0.0, rest - plain_steps * plain_seconds) / max(1, stats.rounds)
 
 
-def _other_numerics(engine: Engine, max_draft_tokens: int) -> tuple[RowCounts, bool] | None:
-    """Return (rows, exact) of the numerics not in use; None where exact numerics cannot be certified."""
-    if engine.numerics == "exact":
-        return ANY_ROWS, False
-    try:
-        return certified_rows(engine.decoder, 1, max_draft_tokens + 1), True
-    except UserError:
-        return None
+def exact_price(
+    engine: Engine, *, max_draft_tokens: int, context_length: int, repeats: int, progress: Progress = silent
+) -> float | None:
+    """Return the time of a plain step in exact numerics over one in fast; None where exact cannot be certified."""
+    decoder, rows = engine.decoder, engine.rows
+    if engine.numerics == "fast":
+        decoder.exact = True
+        try:
+            rows = certified_rows(decoder, engine.batch_size, max_draft_tokens + 1)
+        except UserError:
+            return None
+        finally:
+            decoder.exact = False
+    seconds = plain_step_seconds(decoder, [rows], context_length=context_length, repeats=repeats, progress=progress)
+    return seconds["exact"] / seconds["fast"]
 
 
 def _synchronise() -> None:

@@ -250,3 +250,18 @@ def test_a_second_card_is_left_to_cuda_visible_devices(monkeypatch: pytest.Monke
     with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES=1"):
         training_device("cuda:1")
     assert training_device("cuda").type == "cuda"
+
+
+def test_every_step_reads_the_next_sequences(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from selfspec_tune.train.data import Sequences
+
+    read: list[tuple[int, int]] = []
+    batch = Sequences.batch
+
+    def spy(self: Sequences, first: int, count: int, *, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        read.append((first, count))
+        return batch(self, first, count, seed=seed)
+
+    monkeypatch.setattr(Sequences, "batch", spy)
+    train(make_config(max_steps=2, gradient_accumulation=2))
+    assert read == [(0, 2), (2, 2), (4, 2), (6, 2)]

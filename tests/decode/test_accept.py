@@ -1,0 +1,150 @@
+"""Acceptance: exact cases, and the chi-square test that sampled output follows the target distribution.
+
+False-alarm probability of each chi-square test: 1e-6 per case (seeds are fixed, so a pass stays a pass).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from selfspec_tune.decode import accept, engine as engine_module
+from selfspec_tune.decode.accept import accept_matching, accept_ratio
+from selfspec_tune.decode.sampling import SamplingParams, distribution, draw
+
+DRAWS = 120_000
+FALSE_ALARM = 1e-6
+
+
+def test_longest_matching_prefix():
+    drafted = torch.tensor([[1, 2, 3], [1, 9, 3], [9, 2, 3]])
+    chosen = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
+    accepted, following = accept_matching(drafted, chosen)
+    assert accepted.tolist() == [3, 1, 0]
+    assert following.tolist() == [4, 2, 1]
+
+
+def test_nothing_drafted_takes_the_targets_token():
+    target = torch.tensor([[[0.0, 1.0]]])
+    empty = torch.zeros(1, 0, dtype=torch.long)
+    assert accept_matching(empty, torch.tensor([[1]]))[1].tolist() == [1]
+    accepted, following = accept_ratio(empty, torch.zeros(1, 0, 2), target, torch.zeros(1, 0), torch.tensor([0.5]))
+    assert (accepted.tolist(), following.tolist()) == ([0], [1])
+
+
+def test_a_token_the_target_cannot_choose_is_never_accepted():
+    target = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
+    draft = torch.tensor([[[1.0, 0.0]]])
+    accepted, following = accept_ratio(torch.tensor([[0]]), draft, target, torch.zeros(1, 1), torch.zeros(1))
+    assert (accepted.tolist(), following.tolist()) == ([0], [1])
+
+
+def test_equal_distributions_always_accept():
+    target = torch.rand(50, 2, 7, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    drafted = torch.randint(7, (50, 1))
+    uniform = torch.full((50, 1), 1 - 1e-12, dtype=torch.float64)
+    accepted, _ = accept_ratio(drafted, target[:, :1], target, uniform, torch.zeros(50))
+    assert accepted.tolist() == [1] * 50
+
+
+def chi_square_passes(counts: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether observed counts [V] fit the distribution `expected` [V]; tokens of probability 0 must not occur."""
+    possible = expected > 0
+    if counts[~possible].any():
+        return False
+    scaled = expected[possible] * counts.sum()
+    statistic = ((counts[possible] - scaled) ** 2 / scaled).sum()
+    freedom = (possible.sum() - 1).double() / 2
+    return bool(torch.special.gammaincc(freedom, statistic / 2) > FALSE_ALARM)
+
+
+def round_outputs(
+    target_logits: torch.Tensor,
+    draft_logits: torch.Tensor,
+    params: SamplingParams,
+    draft_params: SamplingParams | None = None,
+    q_params: SamplingParams | None = None,
+) -> torch.Tensor:
+    """First token of `DRAWS` rounds of k = 2 at a fixed context, as the engine computes it.
+
+    `draft_params`: what the draft token is drawn with; `q_params`: what q is reported as. Both default to `params`.
+    """
+    generator = torch.Generator().manual_seed(7)
+    p = distribution(target_logits, params).expand(DRAWS, 3, -1)
+    drawn_from = distribution(draft_logits, draft_params or params)
+    q = distribution(draft_logits, q_params or params).expand(DRAWS, 2, -1)
+    uniform = torch.rand(DRAWS, 5, generator=generator, dtype=torch.float64)
+    drafted = torch.stack([draw(drawn_from.expand(DRAWS, -1), uniform[:, i]) for i in range(2)], 1)
+    accepted, following = accept.accept_ratio(drafted, q, p, uniform[:, 2:4], uniform[:, 4])
+    return torch.where(accepted > 0, drafted[:, 0], following)
+
+
+TARGET = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, 1.2, 0.7])
+DRAFTS = {
+    "never": torch.tensor([-60.0, -60.0, -60.0, -60.0, 0.0, 1.0, 2.0, 3.0, -60.0, -60.0]),
+    "sometimes": TARGET.roll(3) + 0.3 * TARGET,
+    "always": TARGET,
+}
+PARAMS = [SamplingParams(1.0), SamplingParams(0.7, top_k=6), SamplingParams(1.3, top_k=8, top_p=0.8)]
+
+
+def fits(params: SamplingParams, draft: str, **faults: SamplingParams) -> bool:
+    tokens = round_outputs(TARGET, DRAFTS[draft], params, **faults)
+    counts = torch.bincount(tokens, minlength=len(TARGET)).double()
+    return chi_square_passes(counts, distribution(TARGET, params).double())
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=["t1", "t0.7-k6", "t1.3-k8-p0.8"])
+@pytest.mark.parametrize("draft", list(DRAFTS))
+def test_output_follows_the_target_distribution(draft, params):
+    assert fits(params, draft)
+
+
+class TestFaultsTheChiSquareTestMustCatch:
+    def test_q_taken_before_truncation(self):
+        params = SamplingParams(1.3, top_k=8, top_p=0.8)
+        assert not fits(params, "sometimes", q_params=SamplingParams(1.3))
+
+    def test_draft_at_another_temperature(self):
+        assert not fits(SamplingParams(1.0), "sometimes", draft_params=SamplingParams(0.6))
+
+    def test_residual_not_clipped_at_zero(self, monkeypatch):
+        """Without the clip, what p - q takes away below zero is taken from the tokens above."""
+        genuine = torch.Tensor.clamp_min
+        monkeypatch.setattr(
+            torch.Tensor, "clamp_min", lambda tensor, low: tensor.abs() if low == 0 else genuine(tensor, low)
+        )
+        assert not fits(SamplingParams(1.0), "sometimes")
+
+
+def test_two_token_sequences_of_the_engine_follow_the_target():
+    """The whole engine, 4,000 requests in batches: joint distribution of the first two tokens of a tiny model."""
+    from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
+    from selfspec_tune.decode.engine import Engine, Request
+    from selfspec_tune.decode.policy import DraftPolicy
+    from selfspec_tune.model.decoder import LayeredDecoder
+
+    batch, batches = 200, 20
+    decoder = LayeredDecoder(tiny_model(late=0.6, vocab_size=12, bos_token_id=None, eos_token_id=None, pad_token_id=None))
+    engine = Engine(decoder, numerics="fast", batch_size=batch)
+    params, drafter = SamplingParams(0.9, top_k=5), LayerSkipDrafter(decoder, 2)
+    counts = torch.zeros(12, 12, dtype=torch.double)
+    accepted = 0
+    for index in range(batches):
+        requests = [Request(f"{index}-{row}", [1, 2, 3], 3) for row in range(batch)]
+        completions, stats = engine.generate(requests, params, drafter, DraftPolicy(2))
+        accepted += stats.accepted
+        for completion in completions:
+            counts[completion.token_ids[0], completion.token_ids[1]] += 1
+    assert 0 < accepted < 2 * batch * batches
+    with torch.inference_mode():
+        sequences = torch.tensor([[1, 2, 3, token] for token in range(12)])
+        logits = decoder.model(sequences, attention_mask=torch.ones_like(sequences)).logits
+    first = distribution(logits[0, 2], params).double()
+    second = distribution(logits[:, 3], params).double()
+    assert chi_square_passes(counts.flatten(), (first[:, None] * second).flatten())
+
+
+def test_engine_uses_these_functions():
+    assert engine_module.accept_ratio is accept_ratio

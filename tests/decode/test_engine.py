@@ -1,0 +1,144 @@
+"""The decoding loop: cut-offs, statistics, and errors for what cannot be decoded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import END, byte_tokenizer, tiny_model
+
+from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
+from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.sampling import SamplingParams
+from selfspec_tune.errors import UserError
+from selfspec_tune.model.decoder import LayeredDecoder
+
+GREEDY = SamplingParams()
+PROMPT = [int(b) for b in b"def add(left, right):"]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> LayeredDecoder:
+    # The byte tokenizer has no text for ids above 256, so those are kept from being chosen.
+    model = tiny_model(late=0.1)
+    with torch.no_grad():
+        model.lm_head.weight[END:] *= 1e-3
+    return LayeredDecoder(model)
+
+
+def both(engine: Engine, request: Request, exit_layer: int = 3, k: int = 4):
+    """Completion of plain decoding and of speculation."""
+    plain = engine.generate([request], GREEDY)[0][0]
+    drafter = LayerSkipDrafter(engine.decoder, exit_layer)
+    spec, stats = engine.generate([request], GREEDY, drafter, DraftPolicy(k))
+    return plain, spec[0], stats
+
+
+def test_stops_at_an_end_token_inside_an_accepted_run(decoder):
+    engine = Engine(decoder)
+    free = engine.generate([Request("a", PROMPT, 60)], GREEDY)[0][0].token_ids
+    checked_inside = 0
+    for end in set(free[5:]):
+        expected = free[: free.index(end) + 1]
+        engine.end_tokens = frozenset([end])
+        plain, spec, stats = both(engine, Request("a", PROMPT, 60))
+        assert plain.token_ids == spec.token_ids == expected
+        assert plain.finish_reason == spec.finish_reason == "eos"
+        # More tokens were accepted than emitted where the end lay inside a run.
+        checked_inside += stats.accepted + stats.rounds + 1 > len(expected)
+    assert checked_inside > 0
+
+
+def test_stop_string_that_spans_two_tokens_cuts_text_and_tokens(decoder):
+    engine = Engine(decoder, byte_tokenizer())
+    free = engine.generate([Request("a", PROMPT, 60)], GREEDY)[0][0]
+    at = next(i for i in range(8, 50) if free.text[i : i + 2].isascii() and free.text[i : i + 2].isprintable())
+    stop = free.text[at : at + 2]
+    plain, spec, _ = both(engine, Request("a", PROMPT, 60, (stop,)))
+    assert plain.finish_reason == spec.finish_reason == "stop"
+    assert plain.text == spec.text == free.text[: free.text.index(stop)]
+    assert plain.token_ids == spec.token_ids == free.token_ids[: len(plain.token_ids)]
+    assert stop in byte_tokenizer().decode(plain.token_ids)
+    assert stop not in byte_tokenizer().decode(plain.token_ids[:-1])
+
+
+@pytest.mark.parametrize("max_new_tokens", [0, 1, 2, 4, 5, 6])
+def test_max_new_tokens(decoder, max_new_tokens):
+    plain, spec, stats = both(Engine(decoder), Request("a", PROMPT, max_new_tokens))
+    assert len(plain.token_ids) == max_new_tokens
+    assert plain.token_ids == spec.token_ids
+    assert plain.finish_reason == spec.finish_reason == "length"
+    assert stats.emitted == max_new_tokens
+
+
+def test_prompt_of_one_token(decoder):
+    plain, spec, _ = both(Engine(decoder), Request("a", [65], 20))
+    assert plain.token_ids == spec.token_ids and len(plain.token_ids) == 20
+
+
+def test_the_context_ends_a_completion():
+    decoder = LayeredDecoder(tiny_model(max_position_embeddings=40))
+    plain, spec, _ = both(Engine(decoder), Request("a", PROMPT, 100))
+    assert len(plain.token_ids) == 40 - len(PROMPT)
+    assert plain.token_ids == spec.token_ids and spec.finish_reason == "length"
+
+
+def test_what_cannot_be_decoded_is_a_user_error(decoder):
+    engine = Engine(decoder)
+    with pytest.raises(UserError, match="empty"):
+        engine.generate([Request("a", [], 5)], GREEDY)
+    with pytest.raises(UserError, match="longer than the model's context"):
+        engine.generate([Request("a", [1] * 1024, 5)], GREEDY)
+    with pytest.raises(UserError, match="negative"):
+        engine.generate([Request("a", [1], -1)], GREEDY)
+    for exit_layer in (0, 6, -1):
+        with pytest.raises(UserError, match="exit_layer is out of range"):
+            LayerSkipDrafter(decoder, exit_layer)
+
+
+def test_statistics_add_up(decoder):
+    _, spec, stats = both(Engine(decoder), Request("a", PROMPT, 61), k=3)
+    values = stats.to_dict()
+    # The first token comes from prefill; the last round may have been cut.
+    assert 1 + stats.accepted + stats.rounds >= stats.emitted == len(spec.token_ids)
+    assert stats.drafted >= stats.tested >= stats.accepted
+    assert values["alpha"] == stats.accepted / stats.tested
+    assert values["accepted_fraction"] == stats.accepted / stats.drafted
+    assert values["tokens_per_round"] == (stats.accepted + stats.rounds) / stats.rounds
+
+
+def test_the_last_token_takes_no_draft(decoder):
+    _, _, stats = both(Engine(decoder), Request("a", PROMPT, 2))
+    assert stats.drafted == 0
+
+
+def test_text_streams_in_whole_characters(decoder):
+    engine, pieces = Engine(decoder, byte_tokenizer()), []
+    completions, _ = engine.generate(
+        [Request("a", PROMPT, 60)], GREEDY, on_text=lambda row, text: pieces.append(text)
+    )
+    assert "".join(pieces) == completions[0].text
+    assert len(pieces) > 5
+
+
+def test_shared_noise_gives_the_same_text_with_speculation_on_or_off(decoder):
+    engine = Engine(decoder, batch_size=2)
+    params = SamplingParams(temperature=0.8, top_p=0.95, seed=3, reproducible=True)
+    requests = [Request("a", PROMPT, 120), Request("b", PROMPT, 120)]
+    plain = [completion.token_ids for completion in engine.generate(requests, params)[0]]
+    assert plain[0] != plain[1]
+    for exit_layer, k in ((2, 1), (3, 4), (5, 7)):
+        drafter = LayerSkipDrafter(decoder, exit_layer)
+        spec, stats = engine.generate(requests, params, drafter, DraftPolicy(k))
+        assert [completion.token_ids for completion in spec] == plain
+        assert stats.accepted > 0
+    alone = engine.generate([requests[1]], params)[0][0]
+    assert alone.token_ids == plain[1], "the noise is keyed by request, not by slot"
+
+
+def test_sampling_depends_on_seed_and_request_only(decoder):
+    engine = Engine(decoder, batch_size=2)
+    first = engine.generate([Request("a", PROMPT, 40), Request("b", PROMPT, 40)], SamplingParams(1.0, seed=1))[0]
+    again = engine.generate([Request("b", PROMPT, 40)], SamplingParams(1.0, seed=1))[0]
+    other = engine.generate([Request("b", PROMPT, 40)], SamplingParams(1.0, seed=2))[0]
+    assert first[1].token_ids == again[0].token_ids != other[0].token_ids

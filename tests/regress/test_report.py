@@ -1,0 +1,179 @@
+"""The verdict: what is tested, what is skipped and said to be, and that it lands in selfspec.json and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfspec_tune import artifact
+from selfspec_tune.artifact import Artifact
+from selfspec_tune.config import RegressConfig
+from selfspec_tune.errors import UserError
+from selfspec_tune.model.families import describe
+from selfspec_tune.model.load import load_config, load_model
+from selfspec_tune.regress import report
+
+
+@pytest.fixture
+def make_config(learnt: Path, heldout: Path, prompts: Path) -> Callable[..., RegressConfig]:
+    """A config with both tests, small; keyword arguments override it."""
+
+    def make(**options: Any) -> RegressConfig:
+        defaults: dict[str, Any] = {
+            "device": "cpu",
+            "base": str(learnt),
+            "text": (heldout,),
+            "window_length": 64,
+            "prompts": prompts,
+            "num_prompts": 1,
+            "max_new_tokens": 6,
+            "exit_layers": (2,),
+            "num_draft_tokens": (2,),
+            "raw": True,
+        }
+        return RegressConfig(**{**defaults, **options})
+
+    return make
+
+
+def made_artifact(checkpoint: Path, **changes: Any) -> Artifact:
+    known = Artifact(
+        artifact.fingerprint(checkpoint), "llama", 6, True, "pays", exit_layer=3, num_draft_tokens=4, alpha=0.7
+    )
+    return replace(known, **changes)
+
+
+def test_identical_weights_pass_with_a_ratio_of_exactly_one(copy: Path, make_config: Callable) -> None:
+    verdict, notices = report.run(str(copy), make_config())
+    assert notices == []
+    assert list(verdict) == ["passed", "perplexity", "lossless", "date"]
+    assert verdict["passed"] is True
+    perplexity, lossless = verdict["perplexity"], verdict["lossless"]
+    assert perplexity["ratio"] == 1.0 and perplexity["interval"] == [1.0, 1.0] and perplexity["limit"] == 1.02
+    assert perplexity["base"] == perplexity["trained"] < 20  # the language has been learnt: damage can show
+    assert (lossless["numerics"], lossless["cases"], lossless["tokens"]) == ("exact", 1, 6)
+    assert (lossless["exit_layers"], lossless["num_draft_tokens"]) == ([2], [2])
+    assert lossless["bitwise_logits"] is True and lossless["first_difference"] is None
+
+    stored = artifact.read(copy)
+    assert stored is not None
+    assert stored.regress == json.loads(json.dumps(verdict))
+    assert (stored.enabled, stored.reason, stored.num_layers) == (False, "not swept yet", 6)
+
+
+def test_damaged_layers_fail_and_the_verdict_is_kept(damaged: Path, make_config: Callable) -> None:
+    verdict, _ = report.run(str(damaged), make_config())
+    perplexity = verdict["perplexity"]
+    assert verdict["passed"] is False
+    assert perplexity["ratio"] > 1.02 and perplexity["interval"][0] > 1.0
+    assert perplexity["ratio"] == pytest.approx(perplexity["trained"] / perplexity["base"])
+    # The damaged model still decodes without loss: it is the weights that fail.
+    assert verdict["lossless"]["differing_tokens"] == 0 and verdict["lossless"]["bitwise_logits"]
+    stored = artifact.read(damaged)
+    assert stored is not None and stored.regress is not None and stored.regress["passed"] is False
+    allowed = f"{100 * perplexity['ratio']:.0f}%"
+    assert report.run(str(damaged), make_config(max_perplexity_increase=allowed, prompts=None))[0]["passed"] is True
+
+
+def test_a_sweep_is_kept_and_gives_the_defaults(copy: Path, make_config: Callable) -> None:
+    known = made_artifact(copy)
+    artifact.write(copy, known)
+    verdict, _ = report.run(str(copy), make_config(base=None, text=(), exit_layers=(), num_draft_tokens=()))
+    assert (verdict["lossless"]["exit_layers"], verdict["lossless"]["num_draft_tokens"]) == ([3], [4])
+    assert artifact.read(copy) == artifact.with_regress(known, json.loads(json.dumps(verdict)))
+
+
+def test_without_a_sweep_cells_are_spread(copy: Path, make_config: Callable) -> None:
+    config = make_config(base=None, text=(), exit_layers=(), num_draft_tokens=(), max_new_tokens=2)
+    found = report.run(str(copy), config)[0]["lossless"]
+    assert (found["exit_layers"], found["num_draft_tokens"], found["cases"]) == ([1, 2, 3, 5], [1, 3, 7], 12)
+
+
+def test_an_artifact_of_other_weights_is_replaced_and_not_used(copy: Path, make_config: Callable) -> None:
+    artifact.write(copy, made_artifact(copy, checkpoint_fingerprint="0" * 64))
+    config = make_config(base=None, text=(), exit_layers=(), num_draft_tokens=(1,), max_new_tokens=1)
+    verdict, notices = report.run(str(copy), config)
+    assert any("written for other weights" in text for text in notices)
+    assert verdict["lossless"]["exit_layers"] == [1, 2, 3, 5]
+    stored = artifact.read(copy)
+    assert stored is not None and stored.enabled is False and stored.exit_layer is None
+
+
+def test_the_base_is_what_training_recorded(copy: Path, learnt: Path, make_config: Callable) -> None:
+    (copy / "training.json").write_text(json.dumps({"base": str(learnt)}), encoding="utf-8")
+    verdict, notices = report.run(str(copy), make_config(base=None, prompts=None))
+    assert verdict["perplexity"]["ratio"] == 1.0 and verdict["lossless"] is None
+    assert [text for text in notices if "losslessness was not tested" in text]
+    (copy / "training.json").write_text(json.dumps({"base": str(copy / "gone")}), encoding="utf-8")
+    with pytest.raises(UserError, match="is gone"):
+        report.run(str(copy), make_config(base=None, prompts=None))
+
+
+@pytest.mark.parametrize("without", ["base", "text"])
+def test_what_is_not_tested_is_said(copy: Path, make_config: Callable, without: str) -> None:
+    options = {"base": None, "text": ()} if without == "text" else {"base": None}
+    verdict, notices = report.run(str(copy), make_config(**options))
+    assert verdict["perplexity"] is None and verdict["passed"] is True
+    assert any("weights were not compared" in text and f"--{without}" in text for text in notices)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"base": None, "prompts": None}, "nothing to test"),
+        ({"text": ()}, "none was given"),
+        ({"num_prompts": 0}, "num_prompts"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"window_length": 1}, "window_length"),
+        ({"window_length": 4096}, "longer than the model's context"),
+        ({"max_documents": 0}, "max_documents"),
+        ({"max_perplexity_increase": "much"}, "max_perplexity_increase"),
+        ({"base": "does/not/exist"}, "found at"),
+        ({"exit_layers": (6,), "text": (), "base": None}, "exit_layer"),
+    ],
+)
+def test_bad_input_is_named_and_nothing_is_written(
+    copy: Path, make_config: Callable, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        report.run(str(copy), make_config(**options))
+    assert not (copy / artifact.FILE_NAME).exists()
+
+
+def test_another_tokenizer_is_refused(copy: Path, make_config: Callable) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(copy)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(copy)
+    with pytest.raises(UserError, match="tokenizers of model and base differ"):
+        report.run(str(copy), make_config())
+
+
+def test_another_vocabulary_size_is_refused(copy: Path, make_config: Callable) -> None:
+    model = load_model(str(copy))
+    model.resize_token_embeddings(model.config.vocab_size + 8, mean_resizing=False)
+    model.save_pretrained(copy)
+    with pytest.raises(UserError, match="vocabulary sizes"):
+        report.run(str(copy), make_config())
+
+
+def test_both_are_scored_in_the_models_dtype(copy: Path, make_config: Callable) -> None:
+    import torch
+
+    model = load_model(str(copy)).to(torch.bfloat16)
+    model.save_pretrained(copy)
+    # An fp32 base scored as fp32 would differ from its bf16 copy by the rounding, which training did not do.
+    assert report.run(str(copy), make_config(prompts=None))[0]["perplexity"]["ratio"] == 1.0
+
+
+def test_a_hub_name_and_a_folder_that_cannot_be_written_give_a_notice(copy: Path) -> None:
+    family, verdict = describe(load_config(str(copy))), report.build_verdict(None, None)
+    assert "not stored" in report.store("someone/some-model", verdict, family, None)[0]
+    (copy / artifact.FILE_NAME).mkdir()
+    assert "could not be stored" in report.store(str(copy), verdict, family, None)[0]
