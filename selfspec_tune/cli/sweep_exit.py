@@ -118,7 +118,7 @@ def _print(result: Sweep, config: configs.SweepConfig) -> None:
     always = {int(artifact.exit_layer or 1)} | ({better.exit_layer} if better else set())
     rows = shown_exits(artifact.num_layers, MAP_ROWS, always)
     console.heat_map(
-        "speed-up predicted, τ/(c·k + v + o), by exit layer and draft tokens",
+        "predicted speed-up",
         [f"E={e} ({e / artifact.num_layers:.0%})" for e in rows],
         [f"k={cell.num_draft_tokens}" for cell in by_exit[1]],
         [[cell.speedup_predicted for cell in by_exit[e]] for e in rows],
@@ -131,16 +131,16 @@ def _print(result: Sweep, config: configs.SweepConfig) -> None:
     console.table(
         f"each exit at its best k: {result.profile.num_prompts} prompts, {result.profile.num_tokens} tokens, "
         f"temperature {config.temperature:g}",
-        ["exit", "k", "α", "α to break even", "c", "v", "τ", "textbook", "predicted"],
+        ["exit", "k", "α", "α needed", "c", "v", "τ", "textbook", "predicted"],
         lines,
-        caption=_caption(result, config),
+        caption="α needed: to break even at this c and v. predicted: τ/(c·k + v + o). " + _caption(result, config),
     )
     for confirmed in result.confirmed:
         same = {True: ", identical tokens", False: ", OTHER TOKENS", None: ""}[confirmed.identical]
         print(
             f"confirmed: exit {confirmed.exit_layer}, k = {confirmed.num_draft_tokens}: "
-            f"×{confirmed.speedup:.2f} of plain decoding (spread {confirmed.spread:.0%}, {confirmed.num_prompts} prompts, "
-            f"{confirmed.num_tokens} tokens{same})"
+            f"×{confirmed.speedup:.2f} of plain decoding (spread {confirmed.spread:.0%}, "
+            f"{confirmed.num_prompts} prompts, {confirmed.num_tokens} tokens{same})"
         )
     print(f"speculation {'on' if artifact.enabled else 'off'}: {artifact.reason}")
     if better is not None:

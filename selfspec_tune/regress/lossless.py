@@ -25,7 +25,8 @@ from selfspec_tune.progress import Progress, silent
 TIE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.0625}
 """Gap of the two largest logits below which another order of summation may change the winner, per weight dtype.
 
-fp32: what the project demands of itself. bf16 and fp16: four steps of the format at logits of 16 to 32.
+fp32: what the project demands of itself. bf16: between two orders of summation the two largest logits of a 135M model
+(about 34) were seen to move by up to 0.375 each. fp16: an eighth of that, as its steps are.
 """
 
 DEFAULT_NUM_DRAFT_TOKENS = (1, 3, 7)

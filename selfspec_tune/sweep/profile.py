@@ -15,17 +15,22 @@ do not start everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec_tune.decode.engine import Engine, Request
 from selfspec_tune.decode.sampling import SamplingParams, distribution
 from selfspec_tune.errors import UserError
+from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import PREFILL_CHUNK, LayeredDecoder
+from selfspec_tune.model.layer import rms_norm, rms_norm_of
 from selfspec_tune.progress import Progress, silent
+
+Head = Callable[[Tensor], Tensor]
 
 HEAD_CHUNK = 64
 """Positions whose logits are held at once, [HEAD_CHUNK, V] per distribution."""
@@ -51,6 +56,7 @@ class Profile:
     plain_tokens_per_second: float
 
 
+@torch.inference_mode()
 def profile_exits(
     engine: Engine,
     requests: Sequence[Request],
@@ -67,18 +73,22 @@ def profile_exits(
     Raises:
         UserError: every continuation ended with its first token, so there was nothing to draft.
     """
-    num_exits = engine.decoder.num_layers - 1
+    num_exits, head = engine.decoder.num_layers - 1, profile_head(engine.decoder)
     accepted = torch.zeros(num_exits, dtype=torch.float64)
     rounds, emitted = (torch.zeros(max_draft_tokens, num_exits, dtype=torch.float64) for _ in range(2))
     positions, num_tokens, seconds = 0, 0, 0.0
     for number, request in enumerate(requests):
         progress("profile", number, len(requests))
         [completion], stats = engine.generate([request], params)
-        num_tokens += len(completion.token_ids)
-        if len(completion.token_ids) < 2:
+        length = len(completion.token_ids)
+        num_tokens += length
+        if length < 2:
             continue
         seconds += stats.total_seconds - stats.prefill_seconds
-        weights, overlap = acceptance(engine.decoder, request.prompt_ids, completion.token_ids, params)
+        # The prompt's keys and values are still there: rolling back to its end is setting an integer.
+        cache = engine.cache_for(len(request.prompt_ids) + length)
+        cache.committed.fill_(len(request.prompt_ids))
+        weights, overlap = acceptance(engine.decoder, cache, completion.token_ids, params, head)
         positions += weights.shape[1]
         accepted += overlap.sum(1)
         for k in range(1, max_draft_tokens + 1):
@@ -108,36 +118,37 @@ def profile_exits(
 
 @torch.inference_mode()
 def acceptance(
-    decoder: LayeredDecoder, prompt_ids: list[int], token_ids: list[int], params: SamplingParams
+    decoder: LayeredDecoder, cache: SharedKVCache, token_ids: list[int], params: SamplingParams, head: Head
 ) -> tuple[Tensor, Tensor]:
     """Return per exit 1..L − 1 and token 1..n − 1 of a continuation how likely a draft of that token stands.
 
     The first token comes from prefill and is never drafted.
 
     Args:
-        prompt_ids: the prompt.
+        cache: batch 1, with the prompt committed.
         token_ids: its continuation of n ≥ 2 tokens, decoded by the same model with `params`.
+        head: from `profile_head`.
 
     Returns:
         weights [L − 1, n − 1]: w given the text (module docstring), and overlap [L − 1, n − 1]: what α averages,
         Σ min(p, q) where tokens are sampled, the weights themselves in greedy decoding. Both fp64, on the CPU.
     """
-    states = exit_states(decoder, prompt_ids, token_ids[:-1])
+    states = exit_states(decoder, cache, token_ids[:-1])
     tokens = torch.tensor(token_ids[1:], device=decoder.device)
     weights, overlap = [], []
     for begin in range(0, len(tokens), HEAD_CHUNK):
         chunk = slice(begin, begin + HEAD_CHUNK)
         chosen = tokens[chunk, None]
         if params.greedy:
-            drafts = [decoder.logits(state[:, chunk], pad=False)[0].argmax(-1) for state in states[:-1]]
+            drafts = [head(state[0, chunk]).argmax(-1) for state in states[:-1]]
             weights.append(torch.stack([draft == chosen[:, 0] for draft in drafts]).double())
             overlap.append(weights[-1])
             continue
-        target = distribution(decoder.logits(states[-1][:, chunk], pad=False)[0], params)
+        target = distribution(head(states[-1][0, chunk]), params)
         p = target.gather(1, chosen).double().clamp_min(1e-300)  # rounding may put x just outside top-k or top-p here
         ratios, minima = [], []
         for state in states[:-1]:
-            draft = distribution(decoder.logits(state[:, chunk], pad=False)[0], params)
+            draft = distribution(head(state[0, chunk]), params)
             ratios.append((draft.gather(1, chosen).double() / p).clamp_max(1)[:, 0])
             minima.append(torch.minimum(draft, target).sum(-1).double())
         weights.append(torch.stack(ratios))
@@ -145,10 +156,22 @@ def acceptance(
     return torch.cat(weights, 1).cpu(), torch.cat(overlap, 1).cpu()
 
 
-def exit_states(decoder: LayeredDecoder, prompt_ids: list[int], token_ids: list[int]) -> list[Tensor]:
-    """Return the hidden states [1, n, d] behind each of the L layers at n tokens that follow a prompt."""
-    cache = decoder.new_cache(1, len(prompt_ids) + len(token_ids))
-    decoder.prefill(torch.tensor([prompt_ids], device=decoder.device), cache)
+def profile_head(decoder: LayeredDecoder) -> Head:
+    """Return final norm and head as hidden states [C, d] → fp32 logits [C, V].
+
+    On a CPU a low-precision head is computed in fp32 and rounded to that precision, which is what a product with fp32
+    accumulation gives, and several times faster where the CPU has no such arithmetic: this is most of a profile's time.
+    """
+    weight, bias = decoder.head
+    if decoder.device.type != "cpu" or weight.dtype == torch.float32:
+        return lambda hidden: decoder.logits(hidden[None], pad=False)[0]
+    norm = rms_norm_of(decoder.model.model.norm)
+    wide, wide_bias = weight.float(), bias.float() if bias is not None else None
+    return lambda hidden: F.linear(rms_norm(hidden, norm).float(), wide, wide_bias).to(weight.dtype).float()
+
+
+def exit_states(decoder: LayeredDecoder, cache: SharedKVCache, token_ids: list[int]) -> list[Tensor]:
+    """Return the hidden states [1, n, d] behind each of the L layers at n tokens after what `cache` has committed."""
     states: list[list[Tensor]] = [[] for _ in range(decoder.num_layers)]
     for chunk in torch.tensor([token_ids], device=decoder.device).split(PREFILL_CHUNK, dim=1):
         hidden = decoder.embed(chunk)

@@ -31,9 +31,9 @@ def learnt(save_tiny: Callable[..., Path]) -> Path:
     text = " ".join(sentences(0, 400)).encode()
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(60):
-        starts = torch.randint(len(text) - 64, (8,), generator=generator).tolist()
-        batch = torch.tensor([list(text[start : start + 64]) for start in starts])
+    for _ in range(30):
+        starts = torch.randint(len(text) - 48, (4,), generator=generator).tolist()
+        batch = torch.tensor([list(text[start : start + 48]) for start in starts])
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

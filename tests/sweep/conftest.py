@@ -1,4 +1,4 @@
-"""Tiny real models whose early exits agree sometimes, in memory and as a checkpoint with a byte tokenizer."""
+"""Tiny models whose early exits agree sometimes, prompts for them, and a checkpoint of its own for each test."""
 
 from __future__ import annotations
 
@@ -9,95 +9,85 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from tiny import tiny_model
 
 from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder
 
+VOCAB = 128
 
-def make_model(*, num_layers: int = 5, vocab_size: int = 128, seed: int = 0) -> Any:
-    """A random Llama. Later layers are weaker, so exits agree sometimes; norm weights vary, so that norms matter."""
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
+def make_model() -> Any:
+    """Five layers in fp32 without an end token; the norms' weights vary, so that leaving one out shows."""
+    return tiny_model(
+        num_hidden_layers=5,
+        vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=num_layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=8,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        bos_token_id=None,
+        late=0.4,
         eos_token_id=None,
         pad_token_id=None,
     )
-    model = LlamaForCausalLM(config).float().eval()
-    with torch.no_grad():
-        for index, layer in enumerate(model.model.layers):
-            for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-                weight *= 1.0 if index == 0 else 0.4
-        model.model.norm.weight.uniform_(0.2, 3.0)
-    return model
-
-
-def make_requests(count: int = 5, *, max_new_tokens: int = 24, vocab_size: int = 128) -> list[Request]:
-    draw = random.Random(3)
-    return [
-        Request(str(index), [draw.randrange(1, vocab_size) for _ in range(3 + 2 * index)], max_new_tokens)
-        for index in range(count)
-    ]
-
-
-def save_checkpoint(directory: Path) -> Path:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(["<eos>", *alphabet])}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(directory)
-    make_model(num_layers=4, vocab_size=288).save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="session")
 def decoder() -> LayeredDecoder:
-    """Five layers in fp32."""
+    """The tiny model, for tests in fast numerics."""
     return LayeredDecoder(make_model())
 
 
 @pytest.fixture(scope="session")
-def engine(decoder: LayeredDecoder) -> Engine:
-    """An engine for up to 8 draft tokens, in exact numerics, without end tokens."""
-    return Engine(decoder)
+def engine() -> Engine:
+    """An engine in exact numerics with a model of its own."""
+    return Engine(LayeredDecoder(make_model()))
 
 
 @pytest.fixture(scope="session")
-def requests_maker() -> Callable[..., list[Request]]:
-    """Return `make_requests`."""
-    return make_requests
+def reference() -> Any:
+    """The same weights as a transformers model that nothing else drives."""
+    return make_model()
 
 
 @pytest.fixture(scope="session")
-def model_maker() -> Callable[..., Any]:
-    """Return `make_model`."""
-    return make_model
+def make_requests() -> Callable[..., list[Request]]:
+    """Return a function (count, max_new_tokens) → requests of random tokens, of different lengths."""
+
+    def make(count: int, max_new_tokens: int) -> list[Request]:
+        draw = random.Random(3)
+        lengths = [3 + 2 * index for index in range(count)]
+        return [Request(str(n), [draw.randrange(1, VOCAB) for _ in range(n)], max_new_tokens) for n in lengths]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prefilled() -> Callable[[LayeredDecoder, list[int]], SharedKVCache]:
+    """Return a function that gives a cache with a prompt committed."""
+
+    def prefill(decoder: LayeredDecoder, prompt_ids: list[int]) -> SharedKVCache:
+        import torch
+
+        cache = decoder.new_cache(1, 256)
+        with torch.inference_mode():
+            decoder.prefill(torch.tensor([prompt_ids]), cache)
+        return cache
+
+    return prefill
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint directory of its own for each test: model and tokenizer."""
-    return save_checkpoint(tmp_path / "checkpoint")
+def own_checkpoint(save_tiny: Callable[..., Path]) -> Path:
+    """A checkpoint directory that this test alone writes into."""
+    return save_tiny("sweep", num_hidden_layers=4, hidden_size=32, num_attention_heads=2, num_key_value_heads=1)
 
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     """A JSONL file of 10 prompts."""
     path, draw = tmp_path / "prompts.jsonl", random.Random(7)
-    lines = [{"id": f"p{i}", "prompt": "".join(draw.choices("abc def", k=6 + i))} for i in range(10)]
+    lines = [{"id": f"p{index}", "prompt": "".join(draw.choices("abc def", k=6 + index))} for index in range(10)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path

@@ -1,0 +1,286 @@
+"""Which cell is chosen, when speculation is enabled, and what is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from selfspec_tune import artifact as artifacts
+from selfspec_tune.cli import app
+from selfspec_tune.cli.sweep_exit import check_options, shown_exits
+from selfspec_tune.config import SweepConfig
+from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.sampling import SamplingParams
+from selfspec_tune.errors import UserError
+from selfspec_tune.model.decoder import LayeredDecoder, load_decoder
+from selfspec_tune.sweep import confirm, select
+from selfspec_tune.sweep.confirm import Confirmed
+from selfspec_tune.sweep.objective import Cell, Costs
+from selfspec_tune.sweep.profile import Profile
+
+COSTS = Costs(
+    num_layers=5,
+    plain=100.0,
+    one_layer={1: 10.0, 2: 10.0, 3: 10.0},
+    all_layers={1: 50.0, 2: 50.0, 3: 50.0},
+    embed=0.0,
+    draft_head=10.0,
+    verify_heads={1: 50.0, 2: 50.0, 3: 50.0},
+    overhead=2.0,
+)
+MakeRequests = Callable[[int, int], list[Request]]
+
+
+def cell(exit_layer: int, k: int, predicted: float) -> Cell:
+    return Cell(exit_layer, k, 0.7, 0.3, 1.1, 2.0, 1.2, predicted)
+
+
+def result(exit_layer: int, k: int, speedup: float, identical: bool | None = True) -> Confirmed:
+    return Confirmed(exit_layer, k, speedup, 0.02, identical, 2.0, 6, 300)
+
+
+def decide(inside: list[Cell], confirmed: list[Confirmed], *, exact: bool = True, must_confirm: bool = True) -> Any:
+    return select.decide(inside, confirmed, COSTS, exact=exact, must_confirm=must_confirm)
+
+
+def test_every_cell_gets_both_scores() -> None:
+    profile = Profile(5, {1: 0.2, 2: 0.5}, {(2, 1): 1.5, (1, 1): 1.2, (2, 2): 1.7}, 3, 90, 20.0)
+    cells = select.score(profile, COSTS)
+    assert [(c.exit_layer, c.num_draft_tokens) for c in cells] == [(1, 1), (2, 1), (2, 2)]
+    assert cells[2].cost_ratio == pytest.approx(0.3)
+    assert cells[2].verify_ratio == pytest.approx(1.0)
+    assert cells[2].speedup_model == pytest.approx(1.75 / 1.6)
+    assert cells[2].speedup_predicted == pytest.approx(1.7 / (0.6 + 1.0 + 0.02))
+
+
+def test_the_better_prediction_comes_first_and_of_equals_the_smaller() -> None:
+    cells = [cell(3, 1, 1.1), cell(2, 4, 1.3), cell(2, 2, 1.3), cell(4, 1, 0.9)]
+    assert select.ranked(cells) == [cells[2], cells[1], cells[0], cells[3]]
+
+
+def test_speculation_is_enabled_by_prediction_and_confirmation_together() -> None:
+    good, poor = cell(2, 4, 1.3), cell(2, 4, 0.95)
+    assert decide([good], [result(2, 4, 1.2)]).enabled
+    refused = decide([good], [result(2, 4, 0.97)])
+    assert not refused.enabled and "×1.30" in refused.reason and "×0.97" in refused.reason
+    low = decide([poor], [result(2, 4, 1.1)])
+    assert not low.enabled and "×0.95" in low.reason and "×1.10" in low.reason
+    assert decide([good], [], must_confirm=False).enabled
+    assert not decide([good], [], must_confirm=True).enabled
+    assert not decide([poor], [], must_confirm=False).enabled
+
+
+def test_of_the_confirmed_cells_the_one_measured_fastest_is_chosen() -> None:
+    inside = [cell(2, 4, 1.3), cell(3, 2, 1.25), cell(3, 3, 1.2)]
+    choice = decide(inside, [result(2, 4, 1.1), result(3, 2, 1.2)])
+    assert (choice.cell, choice.confirmed, choice.enabled) == (inside[1], result(3, 2, 1.2), True)
+
+
+def test_other_tokens_in_exact_numerics_are_never_enabled() -> None:
+    inside = [cell(2, 4, 1.3)]
+    assert not decide(inside, [result(2, 4, 1.2, identical=False)]).enabled
+    assert decide(inside, [result(2, 4, 1.2, identical=False)], exact=False).enabled
+    assert decide(inside, [result(2, 4, 1.2, identical=None)]).enabled
+
+
+def test_prompts_to_confirm_with_are_those_not_profiled(make_requests: MakeRequests) -> None:
+    requests = make_requests(20, 96)
+    assert [r.id for r in confirm.held_out(requests, 15)] == [r.id for r in requests[15:]]
+    assert [r.id for r in confirm.held_out(requests, 9)] == [r.id for r in requests[9:15]]
+    assert [r.id for r in confirm.held_out(requests, 20)] == [r.id for r in requests[-6:]]
+    assert {r.max_new_tokens for r in confirm.held_out(requests, 9)} == {64}
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0)], ids=["greedy", "sampled"])
+def test_confirming_decodes_in_turn(
+    params: SamplingParams, decoder: LayeredDecoder, make_requests: MakeRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, calls = Engine(decoder, numerics="fast"), []
+    generate = engine.generate
+
+    def spy(requests: list[Request], params: Any, drafter: Any = None, policy: Any = None) -> Any:
+        calls.append((requests[0].id, drafter.exit_layer if drafter else 0, policy.k if policy else 0))
+        return generate(requests, params, drafter, policy)
+
+    monkeypatch.setattr(engine, "generate", spy)
+    first, second = make_requests(2, 10)
+    [found] = confirm.confirm(engine, [first, second], params, [(3, 2)])
+    assert calls == [(first.id, 0, 0), (first.id, 3, 2), (second.id, 0, 0), (second.id, 3, 2)] * 2
+    assert (found.exit_layer, found.num_draft_tokens, found.num_prompts, found.num_tokens) == (3, 2, 2, 20)
+    assert found.identical is (True if params.greedy else None)
+    assert found.speedup > 0
+
+
+def test_changed_tokens_are_seen(make_requests: MakeRequests) -> None:
+    def generate(requests: Any, params: Any, drafter: Any = None, policy: Any = None) -> Any:
+        stats = SimpleNamespace(
+            total_seconds=2.0 if drafter else 3.0, prefill_seconds=1.0, emitted=5, rounds=2, accepted=2
+        )
+        return [SimpleNamespace(token_ids=[1, 2, 3, 4, 6 if drafter else 5])], stats
+
+    engine: Any = SimpleNamespace(decoder=SimpleNamespace(num_layers=5), generate=generate)
+    [found] = confirm.confirm(engine, make_requests(2, 10), SamplingParams(), [(3, 2)])
+    # Prefill does not count: one second against two.
+    assert (found.identical, found.speedup, found.tokens_per_round) == (False, 2.0, 2.0)
+
+
+@pytest.fixture
+def quick(prompts: Path) -> SweepConfig:
+    return SweepConfig(
+        prompts=prompts, raw=True, num_prompts=5, max_new_tokens=12, max_draft_tokens=3, context_length=40, repeats=2
+    )
+
+
+def sweep(checkpoint: Path, make_requests: MakeRequests, config: SweepConfig, name: str | None = None) -> select.Sweep:
+    engine = Engine(load_decoder(str(checkpoint)), numerics="fast")
+    return select.sweep(name or str(checkpoint), engine, make_requests(7, config.max_new_tokens), config)
+
+
+def test_a_sweep_writes_an_artifact_that_can_be_read(
+    own_checkpoint: Path, make_requests: MakeRequests, quick: SweepConfig
+) -> None:
+    found = sweep(own_checkpoint, make_requests, quick)
+    assert found.path == own_checkpoint / artifacts.FILE_NAME
+    written = artifacts.read(own_checkpoint)
+    assert written == found.artifact
+    best = max(c.speedup_predicted for c in found.cells if c.exit_layer in (2, 3))
+    assert written.speedup_predicted == best
+    assert (written.numerics, written.rows, written.num_layers, written.k_max) == ("fast", [], 4, 3)
+    assert written.eval_set == {"name": "prompts.jsonl", "num_prompts": 5, "num_tokens": 60, "temperature": 0.0}
+    assert set(written.measured_on) == {"device", "dtype", "threads", "torch", "transformers", "triton"}
+    assert written.speedup_confirmed == asdict(found.confirmed[0])
+    assert written.reason
+    assert len(found.cells) == 9
+
+
+def test_a_verdict_of_regress_is_kept_only_for_the_same_weights(
+    own_checkpoint: Path, make_requests: MakeRequests, quick: SweepConfig
+) -> None:
+    quick = replace(quick, confirm=0)
+    first = sweep(own_checkpoint, make_requests, quick).artifact
+    artifacts.write(own_checkpoint, artifacts.with_regress(first, {"passed": True}))
+    assert sweep(own_checkpoint, make_requests, quick).artifact.regress == {"passed": True}
+    foreign = replace(artifacts.with_regress(first, {"passed": True}), checkpoint_fingerprint="0" * 64)
+    artifacts.write(own_checkpoint, foreign)
+    assert sweep(own_checkpoint, make_requests, quick).artifact.regress is None
+    assert artifacts.read(own_checkpoint) is not None
+
+
+def test_beside_a_hub_name_nothing_is_written(
+    own_checkpoint: Path, make_requests: MakeRequests, quick: SweepConfig
+) -> None:
+    found = sweep(own_checkpoint, make_requests, replace(quick, confirm=0), name="someone/some-model")
+    assert found.path is None
+    assert not (own_checkpoint / artifacts.FILE_NAME).exists()
+    assert found.artifact.checkpoint_fingerprint == ""
+
+
+def test_a_better_exit_outside_the_window_is_named(
+    own_checkpoint: Path, make_requests: MakeRequests, quick: SweepConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def score(*_: Any) -> list[Cell]:
+        return [cell(1, 2, 1.4), cell(2, 1, 1.2), cell(3, 1, 1.1)]
+
+    monkeypatch.setattr(select, "score", score)
+    monkeypatch.setattr(select, "confirm", lambda *_: [result(2, 1, 1.15)])
+    found = sweep(own_checkpoint, make_requests, quick)
+    assert found.better_outside_window == cell(1, 2, 1.4)
+    assert (found.artifact.enabled, found.artifact.exit_layer, found.artifact.num_draft_tokens) == (True, 2, 1)
+    assert sweep(own_checkpoint, make_requests, replace(quick, window=(0.0, 0.5))).better_outside_window is None
+
+
+@pytest.mark.parametrize(("best", "tried"), [(0.6, 1), (0.95, 3)])
+def test_cells_that_cannot_pay_are_confirmed_once(
+    best: float,
+    tried: int,
+    own_checkpoint: Path,
+    make_requests: MakeRequests,
+    quick: SweepConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def record(_engine: Any, _requests: Any, _params: Any, cells: Any, _progress: Any) -> list[Confirmed]:
+        asked.extend(cells)
+        return []
+
+    monkeypatch.setattr(select, "score", lambda *_: [cell(2, k, best - k / 100) for k in (1, 2, 3)])
+    monkeypatch.setattr(select, "confirm", record)
+    sweep(own_checkpoint, make_requests, replace(quick, confirm=3))
+    assert asked == [(2, 1), (2, 2), (2, 3)][:tried]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": (0.1, 0.15)}, "no exit layer lies in the window"),
+        ({"context_length": 1021}, "does not fit the model's context"),
+    ],
+)
+def test_what_cannot_work_fails_at_once(
+    changes: dict[str, Any], message: str, decoder: LayeredDecoder, make_requests: MakeRequests, quick: SweepConfig
+) -> None:
+    with pytest.raises(UserError, match=message):
+        select.check_fits(decoder, make_requests(2, 12), replace(quick, **changes))
+    with pytest.raises(UserError, match="longer than the model's context"):
+        select.check_fits(decoder, make_requests(2, 1022), quick)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": None}, "needs prompts"),
+        ({"num_prompts": 0}, "--num-prompts is too small"),
+        ({"max_draft_tokens": 0}, "--max-draft-tokens is too small"),
+        ({"confirm": -1}, "--confirm is too small"),
+        ({"max_new_tokens": 4}, "too short to hold a whole round"),
+        ({"window": (0.8, 0.3)}, "--window"),
+        ({"window": (0.3, 30.0)}, "--window"),
+    ],
+)
+def test_options_that_cannot_work(changes: dict[str, Any], message: str, quick: SweepConfig) -> None:
+    check_options(quick)
+    with pytest.raises(UserError, match=message):
+        check_options(replace(quick, **changes))
+
+
+def test_rows_of_a_deep_model_are_thinned() -> None:
+    assert shown_exits(30, 32, {7}) == list(range(1, 30))
+    shown = shown_exits(81, 32, {7, 8})
+    assert {1, 7, 8, 80} <= set(shown) and len(shown) <= 34
+
+
+ARGUMENTS = ["--num-prompts", "5", "--max-new-tokens", "12", "--max-draft-tokens", "2", "--context-length", "40"]
+
+
+def test_the_command_prints_one_json_object(own_checkpoint: Path, prompts: Path) -> None:
+    command = ["sweep-exit", str(own_checkpoint), "--prompts", str(prompts), *ARGUMENTS, "--repeats", "2", "--json"]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 0
+    printed = json.loads(done.stdout)
+    assert printed["artifact"] == asdict(artifacts.read(own_checkpoint))  # type: ignore[arg-type]
+    assert {(c["exit_layer"], c["num_draft_tokens"]) for c in printed["cells"]} == {
+        (e, k) for e in (1, 2, 3) for k in (1, 2)
+    }
+    assert set(printed["alpha_by_exit"]) == {"1", "2", "3"}
+    assert printed["confirmed"][0]["identical"] is True
+    assert printed["path"] == str(own_checkpoint / artifacts.FILE_NAME)
+    assert printed["plain_tokens_per_second"] > 0 and printed["exact_over_fast"] > 0
+    assert "better_outside_window" in printed
+
+
+def test_the_command_draws_the_cells_and_says_what_it_chose(own_checkpoint: Path, prompts: Path) -> None:
+    prompts.write_text("".join(prompts.read_text().splitlines(keepends=True)[:3]))
+    command = ["sweep-exit", str(own_checkpoint), "--prompts", str(prompts), *ARGUMENTS, "--repeats", "2"]
+    done = CliRunner().invoke(app, [*command, "--confirm", "0", "--numerics", "fast"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "only 3 prompts" in done.stderr
+    for piece in ("E=1", "E=3", "k=2", "speculation o", "needed", "written: "):
+        assert piece in done.stdout
