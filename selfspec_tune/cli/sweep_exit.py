@@ -42,11 +42,13 @@ def sweep_exit(
 
     from selfspec_tune.decode.engine import Engine
     from selfspec_tune.decode.prompts import read_requests
+    from selfspec_tune.decode.sampling import SamplingParams
     from selfspec_tune.model.decoder import load_decoder
     from selfspec_tune.model.load import end_tokens, load_tokenizer
     from selfspec_tune.sweep import confirm, select
 
     assert config.prompts is not None
+    SamplingParams(config.temperature, config.top_k, config.top_p)  # a bad value fails before anything is loaded
     tokenizer = load_tokenizer(model)
     _, requests = read_requests(
         config.prompts,

@@ -349,6 +349,7 @@ def certified_rows(decoder: LayeredDecoder, batch_size: int, max_rows: int) -> R
     Raises:
         UserError: nothing can be certified on this machine.
     """
+    decoder.exact = True
     with torch.inference_mode():
         classes = certify(decoder, batch_size=batch_size, max_rows=max_rows)
     if not classes:

@@ -27,6 +27,7 @@ class Step:
         num_written: of the T rows, how many (the first ones) write their keys and values; padding rows write nothing.
         rotary: (cos, sin) tables, fp32 [max positions, D]; sin is negated in its first half (see `rotate`).
         exact: fixed blocks (bits independent of capacity, length and neighbours) or one product over the live span.
+        many_rows: a prefill; its products may use another arithmetic than decoding's (`layer.widened_product`).
     """
 
     def __init__(
@@ -37,10 +38,11 @@ class Step:
         rotary: tuple[Tensor, Tensor],
         *,
         exact: bool,
+        many_rows: bool,
         start: int,
         stop: int,
     ) -> None:
-        self.cache, self.positions, self.exact = cache, positions, exact
+        self.cache, self.positions, self.exact, self.many_rows = cache, positions, exact, many_rows
         ends = [int(end) + 1 for end in positions[:, :num_written].amax(1).tolist()]
         live = max(ends)
         cache.reserve(live)

@@ -23,6 +23,9 @@ from selfspec_tune.model.rows import ANY_ROWS, RowCounts, repeat_last
 PREFILL_CHUNK = 128
 """Prompt tokens per prefill call. Fixed, so that a prompt's bits do not depend on what else is decoded."""
 
+MANY_ROWS = 16
+"""Rows from which a prefill call may widen its weights."""
+
 
 class LayeredDecoder:
     """Drive a transformers causal language model layer by layer.
@@ -46,7 +49,7 @@ class LayeredDecoder:
         self.exact = True
         backbone = model.model
         self._embedding = backbone.embed_tokens
-        self._final_norm = rms_norm_of(backbone.norm)
+        self.final_norm = rms_norm_of(backbone.norm)
         self.head: tuple[Tensor, Tensor | None] = (model.lm_head.weight, model.lm_head.bias)
         self._rotary = attention.rotary_tables(backbone.rotary_emb, self.family.max_context, self.device)
         self._layers: list[Any] = list(backbone.layers)
@@ -72,19 +75,39 @@ class LayeredDecoder:
         """Run layers start..stop on [B, T, d] at positions [B, T], writing their keys and values.
 
         With `pad`, the call has a certified number of rows: the last row is repeated, and the copies write nothing.
+        Without, it is a prefill: plain and speculative decoding share its results, so any arithmetic is exact.
         """
         num_rows = hidden.shape[1]
         padded = self.rows.padded(num_rows) if pad else num_rows
         hidden, positions = repeat_last(hidden, padded), repeat_last(positions, padded)
-        step = self.step(positions, num_rows, cache, start, stop)
+        step = self.step(positions, num_rows, cache, start, stop, many_rows=not pad)
         hidden = (
             self._run_fused(hidden, step, start, stop) if self.fused else self._run_modules(hidden, step, start, stop)
         )
         return hidden[:, :num_rows]
 
-    def step(self, positions: Tensor, num_written: int, cache: SharedKVCache, start: int, stop: int) -> Step:
+    def step(
+        self,
+        positions: Tensor,
+        num_written: int,
+        cache: SharedKVCache,
+        start: int,
+        stop: int,
+        *,
+        many_rows: bool = False,
+    ) -> Step:
         """Prepare one pass over layers start..stop at positions [B, T], of which the first `num_written` are real."""
-        return Step(cache, positions, num_written, self._rotary, exact=self.exact, start=start, stop=stop)
+        many_rows = many_rows and positions.shape[1] >= MANY_ROWS
+        return Step(
+            cache,
+            positions,
+            num_written,
+            self._rotary,
+            exact=self.exact,
+            many_rows=many_rows,
+            start=start,
+            stop=stop,
+        )
 
     def products(self, layer: int) -> list[tuple[Tensor, Tensor | None]]:
         """Return (weight [N, K], bias [N] or None) of every linear product that runs in a layer."""
@@ -98,7 +121,7 @@ class LayeredDecoder:
         num_rows = hidden.shape[1]
         padded = self.rows.padded(num_rows) if pad else num_rows
         hidden = repeat_last(hidden, padded)
-        logits = F.linear(rms_norm(hidden, self._final_norm), *self.head)
+        logits = F.linear(rms_norm(hidden, self.final_norm), *self.head)
         return logits[:, :num_rows].float()
 
     def prefill(self, tokens: Tensor, cache: SharedKVCache) -> Tensor:

@@ -7,6 +7,7 @@ become views of it, so there is still one copy. The transformers module stays in
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,16 +38,17 @@ class FusedLayer:
 
     def __call__(self, hidden: Tensor, step: Step) -> Tensor:
         """Run [B, T, d] hidden states through the layer, writing and reading its part of the cache."""
-        heads = F.linear(rms_norm(hidden, self.input_norm), self.qkv, self.qkv_bias)
+        product = widened_product if step.many_rows and widens(hidden) else F.linear
+        heads = product(rms_norm(hidden, self.input_norm), self.qkv, self.qkv_bias)
         heads = heads.view(*hidden.shape[:2], -1, self.head_size)
         first_value = self.num_heads + self.num_kv_heads
         rotated = step.rotate(self._normed(heads[:, :, :first_value]).float())
         step.write(self.index, rotated[:, :, self.num_heads :], heads[:, :, first_value:])
         mixed = step.attend(self.index, rotated[:, :, : self.num_heads], self.scale, self.window, hidden.dtype)
-        hidden = hidden + F.linear(mixed, self.out, self.out_bias)
+        hidden = hidden + product(mixed, self.out, self.out_bias)
 
-        gate, up = F.linear(rms_norm(hidden, self.mlp_norm), self.gate_up, self.gate_up_bias).chunk(2, -1)
-        return hidden + F.linear(F.silu(gate).mul_(up), self.down, self.down_bias)
+        gate, up = product(rms_norm(hidden, self.mlp_norm), self.gate_up, self.gate_up_bias).chunk(2, -1)
+        return hidden + product(F.silu(gate).mul_(up), self.down, self.down_bias)
 
     def products(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return (weight, bias) of the layer's four products."""
@@ -62,6 +64,22 @@ class FusedLayer:
             return query_key
         query, key = query_key[:, :, : self.num_heads], query_key[:, :, self.num_heads :]
         return torch.cat((rms_norm(query, self.query_norm), rms_norm(key, self.key_norm)), 2)
+
+
+def widens(hidden: Tensor) -> bool:
+    """Whether products of many rows are faster in fp32 than in the weights' dtype: on CPUs without bf16 arithmetic."""
+    return hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16 and not _cpu_multiplies_bf16()
+
+
+@cache
+def _cpu_multiplies_bf16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def widened_product(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` in fp32, rounded once; the widened weight lives for this call only."""
+    wide_bias = None if bias is None else bias.float()
+    return F.linear(inputs.float(), weight.float(), wide_bias).to(inputs.dtype)
 
 
 def rms_norm_of(module: Any) -> tuple[Tensor, float]:

@@ -27,7 +27,7 @@ from selfspec_tune.decode.sampling import SamplingParams, distribution
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import PREFILL_CHUNK, LayeredDecoder
-from selfspec_tune.model.layer import rms_norm, rms_norm_of
+from selfspec_tune.model.layer import rms_norm
 from selfspec_tune.progress import Progress, silent
 
 Head = Callable[[Tensor], Tensor]
@@ -165,7 +165,7 @@ def profile_head(decoder: LayeredDecoder) -> Head:
     weight, bias = decoder.head
     if decoder.device.type != "cpu" or weight.dtype == torch.float32:
         return lambda hidden: decoder.logits(hidden[None], pad=False)[0]
-    norm = rms_norm_of(decoder.model.model.norm)
+    norm = decoder.final_norm
     wide, wide_bias = weight.float(), bias.float() if bias is not None else None
     return lambda hidden: F.linear(rms_norm(hidden, norm).float(), wide, wide_bias).to(weight.dtype).float()
 

@@ -21,7 +21,8 @@ def corpus(tmp_path_factory) -> Path:
     return directory
 
 
-def test_train_sweep_regress_decode(selfspec, checkpoint, corpus, tmp_path):
+def test_train_sweep_regress_decode(installed_selfspec, checkpoint, corpus, tmp_path):
+    selfspec = installed_selfspec
     trained, prompts, heldout = tmp_path / "trained", corpus / "prompts.jsonl", corpus / "heldout.jsonl"
 
     facts = json.loads(
