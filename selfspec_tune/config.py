@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import textwrap
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -73,7 +74,7 @@ class DecodeConfig(ModelConfig):
     num_draft_tokens: int | None = None
     """Tokens drafted per round; overrides selfspec.json."""
     numerics: Numerics | None = None
-    """exact: greedy text equals plain decoding bit for bit. fast: the cheapest shapes. Default: selfspec.json, else exact."""
+    """exact: equal to plain decoding bit for bit. fast: the cheapest shapes. Default: selfspec.json's, else exact."""
     no_speculation: bool = False
     """Decode plainly, one token a step."""
     batch_size: int = 1
@@ -242,21 +243,21 @@ class RegressConfig(ModelConfig):
     """Print one JSON object instead of a table."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def field_help(config: type) -> dict[str, str]:
     """Map field name → help text, read from the string under each attribute, base classes included."""
     help_texts: dict[str, str] = {}
     for cls in reversed(config.__mro__[:-1]):
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
         body = tree.body[0].body  # type: ignore[attr-defined]
-        for statement, following in zip(body, body[1:], strict=False):
+        for statement, following in itertools.pairwise(body):
             if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
                 help_texts[statement.target.id] = ast.literal_eval(following.value)  # type: ignore[union-attr]
     return help_texts
 
 
-@lru_cache(maxsize=None)
-def field_types(config: type) -> dict[str, Any]:
+@cache
+def field_types(config: type[Any]) -> dict[str, Any]:
     """Map field name → resolved type."""
     return get_type_hints(config)
 
@@ -268,7 +269,7 @@ def field_defaults(config: type) -> dict[str, Any]:
 
 def build(config: type[C], *layers: Mapping[str, Any]) -> C:
     """Merge `layers` (later wins) over the defaults of `config`; bad keys or values are UserErrors."""
-    hints = field_types(config)
+    hints: dict[str, Any] = get_type_hints(config)
     merged: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():

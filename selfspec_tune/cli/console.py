@@ -61,7 +61,12 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]], *, c
 
 
 def heat_map(
-    title: str, row_names: Sequence[str], column_names: Sequence[str], values: Sequence[Sequence[float]], *, neutral: float
+    title: str,
+    row_names: Sequence[str],
+    column_names: Sequence[str],
+    values: Sequence[Sequence[float]],
+    *,
+    neutral: float,
 ) -> None:
     """Print a coloured grid on stdout: green above `neutral`, red below, the largest cell in bold."""
     from rich.console import Console

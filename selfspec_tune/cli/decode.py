@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @options_from(config.DecodeConfig)
 def decode(
-    model: Annotated[str, typer.Argument(help="Checkpoint or LoRA adapter directory, or hub name.", show_default=False)],
+    model: Annotated[str, typer.Argument(help="Checkpoint or adapter directory, or hub name.", show_default=False)],
     flags: dict[str, Any],
 ) -> None:
     """Complete prompts. The text is the model's own; speculation changes only the time.

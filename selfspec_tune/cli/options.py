@@ -63,7 +63,7 @@ def _annotation(name: str, hint: Any, help_text: str, default: Any) -> Any:
     if get_origin(inner) is tuple:
         element = get_args(inner)[0]
         # Lists of numbers are one comma-separated flag; texts and paths repeat the flag.
-        return Annotated[(str if element in (int, float) else list[str]) | None, option]  # type: ignore[operator]
+        return Annotated[(str if element in (int, float) else list[str]) | None, option]
     if get_origin(inner) is Literal or inner is Path:
         return Annotated[str | None, option]
     return Annotated[inner | None, option]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-
 SUMMED = (
     "prefill_seconds",
     "draft_seconds",

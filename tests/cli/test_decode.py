@@ -108,7 +108,13 @@ def test_user_errors_have_no_traceback_and_exit_2(selfspec, checkpoint, argument
 
 def test_an_artifact_of_other_weights_is_refused(selfspec, save_tiny):
     directory = save_tiny("foreign")
-    content = {"checkpoint_fingerprint": "0" * 64, "model_type": "llama", "num_layers": 6, "enabled": False, "reason": ""}
+    content = {
+        "checkpoint_fingerprint": "0" * 64,
+        "model_type": "llama",
+        "num_layers": 6,
+        "enabled": False,
+        "reason": "",
+    }
     (directory / "selfspec.json").write_text(json.dumps(content | {"schema_version": 1}))
     assert "other weights" in selfspec("decode", directory, "--prompt", "a", code=2).stderr
     (directory / "selfspec.json").write_text(json.dumps(content | {"schema_version": 99}))

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from selfspec_tune.decode import accept, engine as engine_module
+from selfspec_tune.decode import accept
+from selfspec_tune.decode import engine as engine_module
 from selfspec_tune.decode.accept import accept_matching, accept_ratio
 from selfspec_tune.decode.sampling import SamplingParams, distribution, draw
 
@@ -126,7 +127,9 @@ def test_two_token_sequences_of_the_engine_follow_the_target():
     from selfspec_tune.model.decoder import LayeredDecoder
 
     batch, batches = 200, 20
-    decoder = LayeredDecoder(tiny_model(late=0.6, vocab_size=12, bos_token_id=None, eos_token_id=None, pad_token_id=None))
+    decoder = LayeredDecoder(
+        tiny_model(late=0.6, vocab_size=12, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    )
     engine = Engine(decoder, numerics="fast", batch_size=batch)
     params, drafter = SamplingParams(0.9, top_k=5), LayerSkipDrafter(decoder, 2)
     counts = torch.zeros(12, 12, dtype=torch.double)

@@ -114,9 +114,7 @@ def test_the_last_token_takes_no_draft(decoder):
 
 def test_text_streams_in_whole_characters(decoder):
     engine, pieces = Engine(decoder, byte_tokenizer()), []
-    completions, _ = engine.generate(
-        [Request("a", PROMPT, 60)], GREEDY, on_text=lambda row, text: pieces.append(text)
-    )
+    completions, _ = engine.generate([Request("a", PROMPT, 60)], GREEDY, on_text=lambda row, text: pieces.append(text))
     assert "".join(pieces) == completions[0].text
     assert len(pieces) > 5
 

@@ -174,5 +174,3 @@ class TestBrokenEnginesAreCaught:
 
         monkeypatch.setattr(engine_module, "accept_matching", accept)
         assert differences(plain, forced(engine, request, plain, 3, 3))
-
-

@@ -11,7 +11,9 @@ from selfspec_tune.errors import UserError
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.0])
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1}])
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1}]
+)
 def test_bad_parameters_are_user_errors(bad):
     with pytest.raises(UserError):
         SamplingParams(**bad)

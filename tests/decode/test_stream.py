@@ -36,7 +36,9 @@ def test_an_incomplete_character_appears_at_the_end_only():
     assert stream.finish() == "\ufffd"
 
 
-@pytest.mark.parametrize("stop, kept", [(("END",), "one "), (("D\n", "xx"), "one EN"), (("é€",), "one END\n"), (("",), None)])
+@pytest.mark.parametrize(
+    "stop, kept", [(("END",), "one "), (("D\n", "xx"), "one EN"), (("é€",), "one END\n"), (("",), None)]
+)
 def test_stop_strings_across_tokens(stop, kept):
     text = "one END\né€ two"
     stream, shown = feed(text, stop)

@@ -1,4 +1,4 @@
-"""`ragged_attention` against plain softmax attention, and the property it exists for: bits that depend on nothing else."""
+"""`ragged_attention` against plain softmax attention, and what it exists for: bits that depend on nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ TOLERANCE = 2e-5
 
 
 def case(
-    positions: list[list[int]], *, num_blocks: int, heads: int = 6, kv_heads: int = 2, dtype: torch.dtype = torch.float32
+    positions: list[list[int]],
+    *,
+    num_blocks: int,
+    heads: int = 6,
+    kv_heads: int = 2,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     batch, rows, size = len(positions), len(positions[0]), 16

@@ -89,9 +89,7 @@ def test_padding_rows_write_nothing_and_change_nothing():
     decoder.rows = RowCounts((8,))
     padded = decoder.run_layers(decoder.embed(tokens[:, 126:]), positions, caches[0], 0, decoder.num_layers)
     whole = torch.cat((tokens[:, 126:], tokens[:, :4]), 1)
-    eight = decoder.run_layers(
-        decoder.embed(whole), torch.arange(126, 134)[None], caches[1], 0, decoder.num_layers
-    )
+    eight = decoder.run_layers(decoder.embed(whole), torch.arange(126, 134)[None], caches[1], 0, decoder.num_layers)
     assert padded.shape[1] == 4
     assert torch.equal(padded, eight[:, :4])
     assert torch.equal(caches[0].keys[..., :130, :], caches[1].keys[..., :130, :])
