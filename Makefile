@@ -6,6 +6,9 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
+# The tests run their tiny models on one thread each, one worker per core.
+PARALLEL := -n auto --dist worksteal
+
 VENV := .venv
 OLDEST := .venv-oldest
 STAMP := $(VENV)/.installed
@@ -29,10 +32,10 @@ demo: $(STAMP)
 	$(VENV)/bin/python scripts/demo.py $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST_STAMP)
-	$(OLDEST)/bin/python -m pytest tests/model tests/decode $(PYTEST_ARGS)
+	$(OLDEST)/bin/python -m pytest tests/model tests/decode $(PARALLEL) $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/python -m ruff check .

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import OracleDrafter
 from tiny import tiny_model
 
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
@@ -19,6 +18,7 @@ from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.model.rows import ANY_ROWS
+from selfspec_tune.regress.oracle import OracleDrafter, in_turn
 
 GREEDY = SamplingParams()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -34,11 +34,6 @@ def engine_for(dtype: torch.dtype, *, batch_size: int = 1, **settings) -> Engine
     return Engine(decoder, batch_size=batch_size, keep_logits=True)
 
 
-def cyclic(round_index: int, k: int) -> int:
-    """0..k accepted in turn, in an order that mixes long and short rounds."""
-    return (round_index * 5 + round_index // (k + 1)) % (k + 1)
-
-
 def differences(plain: Completion, other: Completion) -> list[int]:
     """Positions whose token or logits differ in any bit."""
     if len(plain.token_ids) != len(other.token_ids):
@@ -48,7 +43,7 @@ def differences(plain: Completion, other: Completion) -> list[int]:
 
 
 def forced(engine: Engine, request: Request, plain: Completion, k: int, exit_layer: int | None) -> Completion:
-    drafter = OracleDrafter(engine.decoder, [request.prompt_ids + plain.token_ids], cyclic, exit_layer)
+    drafter = OracleDrafter(engine.decoder, [request.prompt_ids + plain.token_ids], in_turn, exit_layer)
     completions, stats = engine.generate([request], GREEDY, drafter, DraftPolicy(k))
     assert stats.rounds > 0
     return completions[0]
@@ -107,7 +102,7 @@ def test_neighbours_in_the_batch_do_not_change_a_bit(dtype):
     for completion, other in zip(plain, engine.generate(requests, GREEDY, drafter, DraftPolicy(4))[0], strict=True):
         assert differences(completion, other) == []
     truth = [r.prompt_ids + c.token_ids for r, c in zip(requests, plain, strict=True)]
-    oracle = OracleDrafter(engine.decoder, truth, cyclic, 2)
+    oracle = OracleDrafter(engine.decoder, truth, in_turn, 2)
     for completion, other in zip(plain, engine.generate(requests, GREEDY, oracle, DraftPolicy(3))[0], strict=True):
         assert differences(completion, other) == []
 

@@ -1,4 +1,8 @@
-"""A drafter for tests: it knows the true continuation and forces how many of its tokens stand."""
+"""A drafter that knows the true continuation and forces how many of its tokens stand.
+
+With a poor draft nearly every round emits the first row of its verification only, and an engine whose later rows have
+other bits still looks exact. Forcing 0..k acceptances in turn makes every row index be emitted.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,11 @@ from selfspec_tune.decode.drafters import ChooseToken, Draft
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder
+
+
+def in_turn(round_index: int, k: int) -> int:
+    """Force 0..k acceptances in turn, in an order that mixes long and short rounds."""
+    return (round_index * 5 + round_index // (k + 1)) % (k + 1)
 
 
 class OracleDrafter:
@@ -37,6 +46,7 @@ class OracleDrafter:
         self.rounds = 0
 
     def propose(self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken) -> Draft:
+        """Return the true next k tokens of every row, the one after the forced acceptances made wrong."""
         standing = self.accept(self.rounds, k)
         self.rounds += 1
         rows = []
@@ -47,7 +57,7 @@ class OracleDrafter:
             if standing < k:
                 tokens[standing] = (tokens[standing] + 1) % self.vocab_size
             rows.append(tokens)
-        tokens = torch.tensor(rows)
+        tokens = torch.tensor(rows, device=last.device)
         if self.layer_skip is None:
             return Draft(tokens, None, None, 0)
         return self.layer_skip.propose(last, cache, k, lambda logits, offset: (tokens[:, offset], None))
