@@ -39,7 +39,7 @@ def main() -> int:
     ids = [token for request in requests for token in request.prompt_ids][: options.start]
     request = Request("0", ids, options.stop - options.start)
     decoder = load_decoder(options.model, dtype=options.dtype)
-    engine = Engine(decoder, max_draft_tokens=options.num_draft_tokens, keep_logits=True)
+    engine = Engine(decoder, keep_logits=True)
     print(f"{options.dtype}, {torch.get_num_threads()} threads, row counts certified: {engine.rows.counts}", flush=True)
     if options.broken == "live-span":
         engine.numerics = "fast"

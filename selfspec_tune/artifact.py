@@ -58,7 +58,7 @@ def fingerprint(checkpoint: Path) -> str:
     """
     digest = hashlib.sha256()
     for path in sorted(checkpoint.iterdir()):
-        if path.name == "config.json":
+        if path.name in ("config.json", "adapter_config.json"):
             config = read_json(path)
             config.pop("transformers_version", None)
             digest.update(json.dumps(config, sort_keys=True).encode())
@@ -119,10 +119,19 @@ def with_regress(artifact: Artifact, verdict: dict[str, Any]) -> Artifact:
 
 
 def _validate(path: Path, artifact: Artifact, again: str) -> None:
+    allowed = {"drafter": ("layer-skip",), "numerics": ("exact", "fast")}
+    for name, values in allowed.items():
+        if getattr(artifact, name) not in values:
+            got = getattr(artifact, name)
+            raise UserError(f"{path}: {name} is unknown", got=got, allowed=", ".join(values), command=again)
     if not artifact.enabled:
         return
     exit_layer, k = artifact.exit_layer, artifact.num_draft_tokens
-    if not isinstance(exit_layer, int) or not 1 <= exit_layer < artifact.num_layers:
+    if (
+        not isinstance(exit_layer, int)
+        or not isinstance(artifact.num_layers, int)
+        or not 1 <= exit_layer < artifact.num_layers
+    ):
         raise UserError(
             f"{path}: exit_layer is out of range",
             got=exit_layer,

@@ -24,6 +24,9 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 C = TypeVar("C")
 
+MAX_DRAFT_TOKENS = 8
+"""Largest k. Exact numerics certify row counts for calls of k + 1 rows; one limit keeps them the same for every k."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -52,7 +55,7 @@ class DecodeConfig(ModelConfig):
     messages_field: str = "messages"
     """Field that holds chat messages in --input records; used where the record has it."""
     id_field: str = "id"
-    """Field that identifies a record in --input; the line number where it is missing."""
+    """Field that identifies a record in --input; its number in the file, from 0, where it is missing."""
     raw: bool = False
     """Give the prompt to the model as it is, without the chat template."""
     max_new_tokens: int = 256
@@ -68,7 +71,7 @@ class DecodeConfig(ModelConfig):
     seed: int = 0
     """Seed of the sampling noise."""
     reproducible: bool = False
-    """Draw with noise keyed by seed, prompt and position: the same text with speculation on or off."""
+    """Draw with noise keyed by seed, record id and position: the same text with speculation on or off."""
     exit_layer: int | None = None
     """Layers the draft runs (1 <= E < number of layers); overrides selfspec.json."""
     num_draft_tokens: int | None = None
@@ -89,8 +92,6 @@ class CheckConfig(ModelConfig):
 
     batch_size: int = 1
     """Sequences per call."""
-    max_draft_tokens: int = 8
-    """Largest number of draft tokens to certify row counts for."""
     live_length: int = 700
     """Longest cache length tested."""
     json: bool = False
@@ -169,6 +170,8 @@ class SweepConfig(ModelConfig):
 
     prompts: Path | None = None
     """JSONL of held-out prompts."""
+    id_field: str = "id"
+    """Field that identifies a record; its number in the file where it is missing."""
     prompt_field: str = "prompt"
     """Field that holds the prompt text."""
     messages_field: str = "messages"
@@ -289,7 +292,10 @@ def parse_assignments(assignments: tuple[str, ...] | list[str]) -> dict[str, Any
         key, separator, value = assignment.partition("=")
         if not separator:
             raise UserError("--set needs key=value", got=assignment, command="--set learning_rate=1e-4")
-        parsed[key.strip()] = yaml.safe_load(value)
+        try:
+            parsed[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise UserError("--set has a value that is not valid YAML", got=assignment) from None
     return parsed
 
 
@@ -301,7 +307,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise UserError(f"recipe {path} does not exist", command="ls recipes/")
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {path} is not valid YAML: {error}") from None
     if not isinstance(recipe, dict):
         raise UserError(f"recipe {path} is not a mapping of options", got=type(recipe).__name__)

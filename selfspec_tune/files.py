@@ -54,13 +54,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise UserError(f"{path} does not exist or is not a file", command=f"ls {path.parent}")
     records = []
-    with path.open(encoding="utf-8") as handle:
+    with path.open("rb") as handle:
         for number, line in enumerate(handle, start=1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise UserError(f"{path}:{number} is not valid JSON: {error}") from None
             if not isinstance(record, dict):
                 raise UserError(

@@ -44,15 +44,12 @@ app.command("check")(check.check)
 
 
 def main() -> None:
-    """Run the command line; a UserError becomes exit code 2, Ctrl-C 130, a closed pipe is silent."""
+    """Run the command line; a UserError becomes exit code 2 (Typer turns Ctrl-C into 130)."""
     try:
         app()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(141)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

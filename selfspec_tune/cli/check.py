@@ -9,6 +9,7 @@ import typer
 from selfspec_tune import config
 from selfspec_tune.cli import console
 from selfspec_tune.cli.options import options_from
+from selfspec_tune.errors import UserError
 
 
 @options_from(config.CheckConfig)
@@ -33,12 +34,15 @@ def check(
     from selfspec_tune.model.rows import certify_at_length
 
     options = config.build(config.CheckConfig, flags)
+    for name in ("batch_size", "live_length"):
+        if getattr(options, name) < 1:
+            raise UserError(f"{name} is out of range", got=getattr(options, name), allowed="1 or more")
     decoder = load_decoder(model, dtype=options.dtype, device=options.device)
     with console.progress_bar() as progress, torch.inference_mode():
         classes = certify_at_length(
             decoder,
             batch_size=options.batch_size,
-            max_rows=options.max_draft_tokens + 1,
+            max_rows=config.MAX_DRAFT_TOKENS + 1,
             live_length=options.live_length,
             progress=progress,
         )
@@ -63,7 +67,7 @@ def check(
 
 def _print(result: dict[str, Any], classes: list[Any]) -> None:
     rows = [
-        (", ".join(map(str, counts)), "used: plain and draft steps have " + str(counts[0]) if index == 0 else "")
+        (", ".join(map(str, counts)), f"a plain or draft step has {counts[0]}" if index == 0 else "")
         for index, counts in enumerate(result["classes"])
     ]
     where = f"{result['dtype']} on {result['device']}, {result['threads']} threads, batch size {result['batch_size']}"

@@ -50,6 +50,8 @@ def decode(
     params = SamplingParams(
         options.temperature, options.top_k, options.top_p, options.seed, reproducible=options.reproducible
     )
+    if params.greedy and (options.top_k or options.top_p != 1):
+        console.notice("--top-k and --top-p have no effect in greedy decoding; to sample, add --temperature")
     directory = checkpoint_dir(model)
     artifact = artifacts.read(directory) if directory else None
     trained = directory is not None and (directory / "training.json").is_file()
@@ -73,6 +75,8 @@ def _check_sources(options: config.DecodeConfig) -> None:
         raise UserError("--input and --output go together", command="--input prompts.jsonl --output answers.jsonl")
     if options.input is not None and options.output is not None and options.input.resolve() == options.output.resolve():
         raise UserError("--output would overwrite --input", got=options.output, command="another --output file")
+    if options.input is not None and not options.input.is_file():
+        raise UserError(f"{options.input} does not exist or is not a file", command=f"ls {options.input.parent}")
     if options.batch_size < 1:
         raise UserError("batch_size must be at least 1", got=options.batch_size)
     if options.max_new_tokens < 0:
@@ -87,7 +91,10 @@ def _read_prompt(options: config.DecodeConfig) -> str:
     elif sys.stdin.isatty():
         raise UserError("no prompt", command='--prompt "...", --prompt-file FILE, --input FILE, or a prompt on stdin')
     else:
-        prompt = sys.stdin.read()
+        try:
+            prompt = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise UserError(f"standard input is not UTF-8 text: {error}") from None
     if not prompt:
         raise UserError("the prompt is empty", allowed="at least one token", command='--prompt "..."')
     return prompt
@@ -130,12 +137,22 @@ def _decode_file(plan: Plan, params: Any, options: config.DecodeConfig) -> None:
         max_new_tokens=options.max_new_tokens,
         stop=options.stop,
     )
-    done = _completed_ids(options.output, options.id_field)
-    todo = [pair for pair in zip(records, requests, strict=True) if pair[1].id not in done]
+    done = _read_answers(options.output, options.id_field)
+    todo = []
+    for record, request in zip(records, requests, strict=True):
+        if request.id in done:
+            _check_same(done[request.id], record, request.id, options.output)
+        else:
+            plan.engine.check(request)
+            todo.append((record, request))
     if done:
         console.notice(f"{options.output} already holds {len(requests) - len(todo)} of {len(requests)} records")
     total = Stats()
-    with console.progress_bar() as progress, options.output.open("a", encoding="utf-8") as handle:
+    # Lone surrogates, which JSON may hold and UTF-8 may not, are written as the escapes they came from.
+    with (
+        console.progress_bar() as progress,
+        options.output.open("a", encoding="utf-8", errors="backslashreplace") as handle,
+    ):
         for start in range(0, len(todo), options.batch_size):
             batch = todo[start : start + options.batch_size]
             completions, stats = plan.generate([request for _, request in batch], params)
@@ -160,34 +177,57 @@ def _decode_file(plan: Plan, params: Any, options: config.DecodeConfig) -> None:
         console.notice(_stats_line(total))
 
 
-def _completed_ids(output: Path, id_field: str) -> set[str]:
-    """Return the ids already written; a last line torn by an interruption is cut off."""
+WRITTEN = ("completion", "num_tokens", "finish_reason")
+"""Fields added to a record; of the same name, they replace the input's."""
+
+
+def _read_answers(output: Path, id_field: str) -> dict[str, dict[str, Any]]:
+    """Return the records already written, by id; a last line torn by an interruption is cut off.
+
+    Raises:
+        UserError: the file holds anything that `selfspec decode` did not write; it is left as it is.
+    """
+    if output.is_dir():
+        raise UserError("--output is a directory", got=output, allowed="a file")
     if not output.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
-        return set()
+        return {}
     data = output.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        with output.open("r+b") as handle:
-            handle.truncate(len(whole))
-    ids = set()
-    for number, line in enumerate(whole.decode("utf-8", errors="replace").splitlines(), start=1):
+    end = data.rfind(b"\n") + 1
+    answers = {}
+    for number, line in enumerate(data[:end].split(b"\n")[:-1], start=1):
         try:
             record = json.loads(line)
-            record["completion"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise UserError(
-                f"{output}:{number} was not written by `selfspec decode`", command="another --output file"
-            ) from None
-        ids.add(str(record.get(id_field)))
-    return ids
+            answers[str(record[id_field])] = record
+            known = set(WRITTEN) <= set(record)
+        except (ValueError, KeyError, TypeError):
+            known = False
+        if not known:
+            raise UserError(f"{output}:{number} was not written by `selfspec decode`", command="another --output file")
+    if end < len(data):
+        if not data[end:].startswith(b"{"):
+            raise UserError(f"{output} was not written by `selfspec decode`", command="another --output file")
+        with output.open("r+b") as handle:
+            handle.truncate(end)
+    return answers
+
+
+def _check_same(answer: dict[str, Any], record: dict[str, Any], request_id: str, output: Path) -> None:
+    """Raise a UserError when an answer already written belongs to another input record of the same id."""
+    changed = [name for name in record if name not in WRITTEN and answer.get(name) != record[name]]
+    if changed:
+        raise UserError(
+            f"{output} answers another record {request_id!r} than the one in --input",
+            got=f"other values in {', '.join(changed)}",
+            command="another --output file",
+        )
 
 
 def _verdict_notices(artifact: Artifact | None, model: str, *, trained: bool) -> list[str]:
     verdict = artifact.regress if artifact else None
     if verdict is not None and not verdict.get("passed"):
         return [f"warning: {model} FAILED its regression gate; run `selfspec regress {model}` to see how"]
-    if trained and verdict is None:
+    if trained and (verdict is None or verdict.get("perplexity") is None):
         return [f"warning: the weights of {model} were trained and never gated; run `selfspec regress {model}`"]
     return []
 

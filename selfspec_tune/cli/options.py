@@ -12,8 +12,6 @@ import typer
 
 from selfspec_tune.config import field_defaults, field_help, field_types
 
-RESERVED = ("json",)
-
 
 def options_from(config: type, *, skip: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate `command(..., flags: dict)` so that Typer sees one option per field of `config`.

@@ -55,6 +55,7 @@ def sweep_exit(
         tokenizer,
         prompt_field=config.prompt_field,
         messages_field=config.messages_field,
+        id_field=config.id_field,
         raw=config.raw,
         max_new_tokens=config.max_new_tokens,
         limit=config.num_prompts + confirm.CONFIRM_PROMPTS,
@@ -67,7 +68,6 @@ def sweep_exit(
         tokenizer,
         end_tokens=end_tokens(decoder.model),
         numerics=config.numerics,
-        max_draft_tokens=config.max_draft_tokens,
     )
     with console.progress_bar() as progress:
         result = select.sweep(model, engine, requests, config, progress)
@@ -92,6 +92,9 @@ def check_options(config: configs.SweepConfig) -> None:
         if getattr(config, name) < least:
             flag = "--" + name.replace("_", "-")
             raise UserError(f"{flag} is too small", got=getattr(config, name), allowed=f"{least} or more")
+    if config.max_draft_tokens > configs.MAX_DRAFT_TOKENS:
+        allowed = f"1..{configs.MAX_DRAFT_TOKENS}"
+        raise UserError("--max-draft-tokens is too large", got=config.max_draft_tokens, allowed=allowed)
     if config.max_new_tokens < config.max_draft_tokens + 2:
         raise UserError(
             "the continuations are too short to hold a whole round",

@@ -7,13 +7,14 @@ lengths; a finished row keeps computing (so that shapes never change) but nothin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from selfspec_tune.config import MAX_DRAFT_TOKENS
 from selfspec_tune.decode.accept import accept_matching, accept_ratio
 from selfspec_tune.decode.drafters import Drafter
 from selfspec_tune.decode.policy import DraftPolicy
@@ -25,9 +26,6 @@ from selfspec_tune.errors import UserError
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.model.rows import ANY_ROWS, RowCounts, certify
-
-DEFAULT_MAX_DRAFT_TOKENS = 8
-"""Row counts are certified for verify passes of up to this many draft tokens (more when k is larger)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,6 @@ class Engine:
         end_tokens: token ids that end a completion; the token is part of `token_ids`, not of the text.
         numerics: exact or fast.
         batch_size: rows B; fewer requests than rows leave rows idle.
-        max_draft_tokens: largest k that will be asked for.
         keep_logits: keep the target's logits of every emitted token (memory: V floats each).
         after_commit: called with the cache after every commit (tests poison stale slots here).
 
@@ -77,15 +74,13 @@ class Engine:
         end_tokens: tuple[int, ...] = (),
         numerics: str = "exact",
         batch_size: int = 1,
-        max_draft_tokens: int = DEFAULT_MAX_DRAFT_TOKENS,
         keep_logits: bool = False,
         after_commit: Callable[[SharedKVCache], None] | None = None,
     ) -> None:
         self.decoder, self.tokenizer, self.end_tokens = decoder, tokenizer, frozenset(end_tokens)
         self.numerics, self.batch_size = numerics, batch_size
         self.keep_logits, self.after_commit = keep_logits, after_commit
-        max_rows = max(max_draft_tokens, DEFAULT_MAX_DRAFT_TOKENS) + 1
-        self.rows = certified_rows(decoder, batch_size, max_rows) if numerics == "exact" else ANY_ROWS
+        self.rows = certified_rows(decoder, batch_size) if numerics == "exact" else ANY_ROWS
         self._cache: SharedKVCache | None = None
 
     def generate(
@@ -109,22 +104,11 @@ class Engine:
         if not 1 <= len(requests) <= self.batch_size:
             raise UserError("wrong number of requests for this batch size", got=len(requests), allowed=self.batch_size)
         for request in requests:
-            self._check(request)
+            self.check(request)
         with torch.inference_mode():
             self.decoder.rows, self.decoder.exact = self.rows, self.numerics == "exact"
             run = _Run(self, requests, params, drafter, policy or DraftPolicy(0), on_text)
             return run.completions, run.decode()
-
-    def generate_all(
-        self, requests: list[Request], params: SamplingParams, drafter: Drafter | None = None, k: int = 0
-    ) -> Iterator[tuple[Completion, Stats]]:
-        """Complete any number of requests, a batch at a time, in order; yields each with its batch's statistics."""
-        for start in range(0, len(requests), self.batch_size):
-            completions, stats = self.generate(
-                requests[start : start + self.batch_size], params, drafter, DraftPolicy(k if drafter else 0)
-            )
-            for completion in completions:
-                yield completion, stats
 
     def cache_for(self, slots: int) -> SharedKVCache:
         """Return the engine's one cache, emptied, with room for `slots` slots per row."""
@@ -134,7 +118,8 @@ class Engine:
         self._cache.reserve(slots)
         return self._cache
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raise a UserError if a request cannot be decoded: an empty prompt, or one longer than the context."""
         length, limit = len(request.prompt_ids), self.decoder.family.max_context
         if length == 0:
             raise UserError("the prompt is empty", got=f"request {request.id}", allowed="at least one token")
@@ -204,6 +189,7 @@ class _Run:
         self._synchronise()
         self.stats.total_seconds = time.perf_counter() - begin
         if self.policy.stopped:
+            self.stats.enabled = False
             self.stats.reason = "drafting stopped: it emitted fewer tokens than plain decoding would have"
         return self.stats
 
@@ -216,6 +202,7 @@ class _Run:
             logits = self.decoder.logits(self.decoder.prefill(tokens, cache.row(row)), pad=False)
             if self.completions[row].finish_reason is None:
                 chosen = self._choose_one(logits[0, 0], row)
+                self.stats.from_prefill += 1
                 self._emit(row, [chosen], logits[0])
                 self.last[row] = chosen
 
@@ -343,15 +330,15 @@ class _Run:
             torch.cuda.synchronize(self.decoder.device)
 
 
-def certified_rows(decoder: LayeredDecoder, batch_size: int, max_rows: int) -> RowCounts:
-    """Return the cheapest class of row counts certified for calls of up to `max_rows` rows per sequence.
+def certified_rows(decoder: LayeredDecoder, batch_size: int) -> RowCounts:
+    """Return the cheapest class of row counts certified for every call there can be, whatever k is in use.
 
     Raises:
         UserError: nothing can be certified on this machine.
     """
     decoder.exact = True
     with torch.inference_mode():
-        classes = certify(decoder, batch_size=batch_size, max_rows=max_rows)
+        classes = certify(decoder, batch_size=batch_size, max_rows=MAX_DRAFT_TOKENS + 1)
     if not classes:
         raise UserError(
             "exact numerics cannot be certified for this model, dtype, device and batch size",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from selfspec_tune.artifact import Artifact
-from selfspec_tune.config import DecodeConfig
+from selfspec_tune.config import MAX_DRAFT_TOKENS, DecodeConfig
 from selfspec_tune.decode.drafters import Drafter
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
 from selfspec_tune.decode.engine import Completion, Engine, Request
@@ -42,7 +42,7 @@ class Plan:
     drafter: Drafter | None
     choice: Choice
     policy: DraftPolicy
-    """Shared by all requests: drafting that was seen not to pay stays off."""
+    """Shared by all requests of a run: drafting that was seen not to pay stays off."""
 
     @property
     def notices(self) -> list[str]:
@@ -66,8 +66,15 @@ def choose(artifact: Artifact | None, options: DecodeConfig, model: str) -> Choi
     """Merge `selfspec.json` and flags: flags win, and every override is said."""
     notices: list[str] = []
     numerics = options.numerics or (artifact.numerics if artifact else "exact")
-    if artifact and options.numerics not in (None, artifact.numerics):
-        notices.append(f"numerics {options.numerics} overrides selfspec.json's {artifact.numerics}")
+    if artifact:
+        overridable: dict[str, tuple[object, object]] = {
+            "numerics": (options.numerics, artifact.numerics),
+            "dtype": (None if options.dtype == "auto" else options.dtype, artifact.measured_on.get("dtype")),
+            "batch_size": (options.batch_size, artifact.batch_size),
+        }
+        for name, (asked, known) in overridable.items():
+            if asked is not None and known is not None and asked != known:
+                notices.append(f"{name} {asked} overrides selfspec.json's {known}")
 
     def plain(reason: str) -> Choice:
         return Choice(None, 0, numerics, None, reason, notices)
@@ -76,8 +83,10 @@ def choose(artifact: Artifact | None, options: DecodeConfig, model: str) -> Choi
         if options.exit_layer is not None or options.num_draft_tokens is not None:
             raise UserError("--no-speculation and a draft were both asked for", allowed="one of them")
         return plain("speculation switched off by --no-speculation")
-    if options.num_draft_tokens is not None and options.num_draft_tokens < 1:
-        raise UserError("num_draft_tokens is out of range", got=options.num_draft_tokens, allowed="1 or more")
+    if options.num_draft_tokens is not None and not 1 <= options.num_draft_tokens <= MAX_DRAFT_TOKENS:
+        raise UserError(
+            "num_draft_tokens is out of range", got=options.num_draft_tokens, allowed=f"1..{MAX_DRAFT_TOKENS}"
+        )
     exit_layer, k, round_cost = options.exit_layer, options.num_draft_tokens, None
     if exit_layer is None and (artifact is None or not artifact.enabled):
         advice = f"selfspec sweep-exit {model} --prompts PROMPTS.jsonl"
@@ -86,16 +95,17 @@ def choose(artifact: Artifact | None, options: DecodeConfig, model: str) -> Choi
         if artifact is None:
             notices.append(f"decoding plainly: no selfspec.json beside the checkpoint. To get one: {advice}")
             return plain("no selfspec.json")
-        notices.append(f"decoding plainly: {artifact.reason}")
+        notices.append(f"decoding plainly: {artifact.reason}. To measure again: {advice}")
         return plain(artifact.reason)
     if artifact and artifact.enabled:
         asked = {"exit_layer": exit_layer, "num_draft_tokens": k}
         for name, value in asked.items():
             if value is not None and value != getattr(artifact, name):
                 notices.append(f"{name} {value} overrides selfspec.json's {getattr(artifact, name)}")
-        exit_layer = exit_layer or artifact.exit_layer
-        k = k or artifact.num_draft_tokens
-        as_measured = (exit_layer, k) == (artifact.exit_layer, artifact.num_draft_tokens)
+        exit_layer = artifact.exit_layer if exit_layer is None else exit_layer
+        k = artifact.num_draft_tokens if k is None else k
+        measured = (artifact.exit_layer, artifact.num_draft_tokens, artifact.numerics, artifact.batch_size)
+        as_measured = (exit_layer, k, numerics, options.batch_size) == measured
         if as_measured and artifact.cost_ratio is not None and artifact.verify_ratio is not None:
             round_cost = artifact.cost_ratio * int(k or 0) + artifact.verify_ratio
     elif artifact:
@@ -114,7 +124,6 @@ def make_plan(model: str, tokenizer: Any, artifact: Artifact | None, options: De
         end_tokens=end_tokens(decoder.model),
         numerics=choice.numerics,
         batch_size=options.batch_size,
-        max_draft_tokens=choice.num_draft_tokens,
     )
     policy = DraftPolicy(choice.num_draft_tokens if drafter else 0, choice.round_cost)
     return Plan(engine, drafter, choice, policy)

@@ -12,6 +12,7 @@ from selfspec_tune.files import read_jsonl
 
 def encode_text(tokenizer: Any, prompt: str, *, raw: bool) -> list[int]:
     """Turn one prompt into token ids: as a user's chat turn where the tokenizer has a chat template, else as it is."""
+    prompt = prompt.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate is no character
     if raw or not getattr(tokenizer, "chat_template", None):
         return list(tokenizer(prompt)["input_ids"])
     return encode_messages(tokenizer, [{"role": "user", "content": prompt}])
@@ -75,7 +76,7 @@ def read_requests(
             raise UserError(
                 f"{path}: record {number + 1} has no text in {prompt_field!r} and no messages in {messages_field!r}",
                 got=", ".join(record) or "an empty record",
-                command="--prompt-field NAME or --messages-field NAME",
+                command="no --raw" if raw and messages else "--prompt-field NAME or --messages-field NAME",
             )
         if not ids:
             raise UserError(f"{path}: record {number + 1} has an empty prompt", allowed="at least one token")

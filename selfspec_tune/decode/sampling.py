@@ -44,7 +44,8 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     Ties at the k-th place are all kept. top-p keeps the smallest set of most probable tokens that reaches p (the first
     in vocabulary order among equals), so at least one.
     """
-    scaled = logits.float() / params.temperature
+    logits = logits.float()
+    scaled = (logits - logits.amax(-1, keepdim=True)) / params.temperature
     if 0 < params.top_k < scaled.shape[-1]:
         threshold = scaled.topk(params.top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < threshold, float("-inf"))
@@ -53,8 +54,9 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
         ordered = ordered.masked_fill(before >= params.top_p, 0)
+        # The total comes from a running sum: a reduction's order, and so its bits, would depend on the number of rows.
+        ordered = ordered / ordered.cumsum(-1)[..., -1:]
         probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered)
-        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     return probabilities
 
 
@@ -81,7 +83,10 @@ def draw_with_gumbel(probabilities: Tensor, gumbel: Tensor) -> Tensor:
 
 
 class Noise:
-    """The random numbers of one request; other requests in the batch cannot shift them.
+    """The random numbers of one request, a stream of its own.
+
+    Gumbel noise depends on nothing else. How much of the uniform stream a round of the ratio test takes depends on k,
+    and near the end of a batch k depends on the longest row.
 
     Args:
         params: the seed.

@@ -14,6 +14,7 @@ SUMMED = (
     "drafted",
     "accepted",
     "emitted",
+    "from_prefill",
     "tested",
 )
 
@@ -36,6 +37,8 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
+    # First tokens, which cost prefill time and no decoding time.
+    from_prefill: int = 0
     # Of the draft tokens that were tested (all before them in their round stood), how many stood.
     tested: int = 0
 
@@ -59,9 +62,9 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the statistics as one JSON object."""
-        decode_seconds = self.total_seconds - self.prefill_seconds
+        decode_seconds, decoded = self.total_seconds - self.prefill_seconds, self.emitted - self.from_prefill
         return {
-            "tokens_per_second": round(self.emitted / decode_seconds, 2) if decode_seconds > 0 else None,
+            "tokens_per_second": round(decoded / decode_seconds, 2) if decoded > 0 else None,
             "prefill_seconds": round(self.prefill_seconds, 4),
             "draft_seconds": round(self.draft_seconds, 4),
             "verify_seconds": round(self.verify_seconds, 4),

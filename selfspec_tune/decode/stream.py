@@ -6,6 +6,10 @@ from typing import Any
 
 from selfspec_tune.errors import UserError
 
+CONTEXT_TOKENS = 8
+"""Tokens of the prompt the decoder sees, to know whether a space begins the completion."""
+REPLACEMENT = "\ufffd"
+
 
 class TextStream:
     """The text of one completion, token by token.
@@ -27,7 +31,10 @@ class TextStream:
                 allowed="a checkpoint with a tokenizer.json",
             )
         self._backend, self._tokenizer = backend, tokenizer
-        self._decoder = DecodeStream(ids=list(prompt_ids[-8:]), skip_special_tokens=True)
+        tail = list(prompt_ids[-CONTEXT_TOKENS:])
+        if tokenizer.decode(tail, skip_special_tokens=True).endswith(REPLACEMENT):
+            tail = []  # an incomplete character at the prompt's end would be taken for the completion's beginning
+        self._decoder = DecodeStream(ids=tail, skip_special_tokens=True)
         self._stop = tuple(text for text in stop if text)
         self._pending: list[int] = []
         self.text = ""

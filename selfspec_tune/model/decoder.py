@@ -23,6 +23,9 @@ from selfspec_tune.model.rows import ANY_ROWS, RowCounts, repeat_last
 PREFILL_CHUNK = 128
 """Prompt tokens per prefill call. Fixed, so that a prompt's bits do not depend on what else is decoded."""
 
+SPARE_POSITIONS = 64
+"""Positions beyond the context: a finished row of a batch still drafts there, and nothing of it is kept."""
+
 MANY_ROWS = 16
 """Rows from which a prefill call may widen its weights."""
 
@@ -51,7 +54,9 @@ class LayeredDecoder:
         self._embedding = backbone.embed_tokens
         self.final_norm = rms_norm_of(backbone.norm)
         self.head: tuple[Tensor, Tensor | None] = (model.lm_head.weight, model.lm_head.bias)
-        self._rotary = attention.rotary_tables(backbone.rotary_emb, self.family.max_context, self.device)
+        self._rotary = attention.rotary_tables(
+            backbone.rotary_emb, self.family.max_context + SPARE_POSITIONS, self.device
+        )
         self._layers: list[Any] = list(backbone.layers)
         self.fused = fused
         if fused:

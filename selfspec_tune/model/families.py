@@ -10,14 +10,9 @@ from typing import Any
 
 from selfspec_tune.errors import UserError
 
-# model_type → transformers class. All four are pre-norm RMSNorm, rotary, grouped-query attention, gated SiLU MLP;
+# transformers' model types. All four are pre-norm RMSNorm, rotary, grouped-query attention, gated SiLU MLP;
 # Qwen2 adds biases to q, k, v, Qwen3 norms q and k per head, Mistral and Qwen may use a sliding window.
-SUPPORTED = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 # These rescale all positions when the text grows, so a cached key would no longer be what plain decoding computes.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -52,6 +47,10 @@ def check_supported(config: Any) -> None:
             got=rope_type,
             allowed="default, linear, llama3, yarn",
         )
+    if getattr(config, "quantization_config", None):
+        method = config.quantization_config
+        method = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", method)
+        raise UserError("quantised checkpoints are not supported", got=method, allowed="float32, bfloat16, float16")
     if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
         raise UserError("this activation is not supported", got=config.hidden_act, allowed="silu")
 

@@ -10,7 +10,7 @@ import torch
 
 from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_json
-from selfspec_tune.model.families import check_supported
+from selfspec_tune.model.families import SUPPORTED, check_supported
 
 
 def resolve_device(device: str) -> torch.device:
@@ -68,6 +68,9 @@ def load_config(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
+        if directory is not None:
+            got = read_json(directory / "config.json").get("model_type")
+            raise UserError("this architecture is not supported", got=got, allowed=", ".join(SUPPORTED)) from None
         raise UserError(
             f"no model found at {name!r}: {_first_line(error)}",
             allowed="a checkpoint or LoRA adapter directory, or a hub name such as HuggingFaceTB/SmolLM2-135M",

@@ -59,7 +59,7 @@ def certify(
     batch_size: int,
     max_rows: int,
     layers: Iterable[int] | None = None,
-    begins: Iterable[int] = (BLOCK - 6,),
+    begins: Iterable[int] = (BLOCK - 6, 4 * BLOCK - 6),
     thorough: bool = False,
 ) -> list[RowCounts]:
     """Return the classes of row counts that give equal bits, the cheapest first.
@@ -69,7 +69,7 @@ def certify(
         batch_size: sequences B per call. Classes hold for this B only.
         max_rows: rows per sequence of the largest call, k_max + 1.
         layers: layers tried; default: the first of each kind (with and without a sliding window).
-        begins: live lengths at which the text starts; the default crosses a block's edge.
+        begins: live lengths at which the text starts; the defaults cross a block's edge.
         thorough: try every alignment of the text in the calls instead of two.
 
     Returns:
@@ -142,11 +142,17 @@ def tried_counts(max_rows: int) -> list[int]:
     return [count for count in range(1, largest + 1) if count <= max_rows or count % 4 == 0]
 
 
+ROW_STAGGER = 40
+"""Slots by which the rows of a probe's batch differ in length."""
+
+
 class TextProbe:
-    """A fixed text of `max_rows` positions from `begin` on, after random but fixed keys and values of one layer."""
+    """A fixed text of `max_rows` positions from about `begin` on, after fixed random keys and values of one layer."""
 
     def __init__(self, decoder: LayeredDecoder, batch_size: int, max_rows: int, layer: int, begin: int) -> None:
-        self.decoder, self.layer, self.begin = decoder, layer, begin
+        self.decoder, self.layer = decoder, layer
+        # Rows of a batch have lengths of their own.
+        self.begins = (begin - ROW_STAGGER * torch.arange(batch_size, device=decoder.device)).clamp_min(0)
         family = decoder.family
         generator = torch.Generator().manual_seed(begin * 1009 + layer)
         tokens = torch.randint(family.vocab_size, (batch_size, max_rows), generator=generator)
@@ -175,8 +181,8 @@ class TextProbe:
         results, start, stop = [], 0, first
         while start < self.hidden.shape[1]:
             stop = min(stop, self.hidden.shape[1])
-            positions = torch.arange(self.begin + start, self.begin + stop, device=self.hidden.device)
-            results.append(self._call(positions.expand(self.hidden.shape[0], -1), start, stop))
+            offsets = torch.arange(start, stop, device=self.hidden.device)
+            results.append(self._call(self.begins[:, None] + offsets, start, stop))
             start, stop = stop, stop + width
         return torch.cat(results, 1)
 

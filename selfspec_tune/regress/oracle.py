@@ -53,10 +53,10 @@ class OracleDrafter:
         for row, committed in enumerate(cache.committed.tolist()):
             known = self.truth[row] if row < len(self.truth) else []
             # `last` is the token at position `committed`; the draft follows it.
-            tokens = (known[committed + 1 :] + [0] * k)[:k]
+            drafted = (known[committed + 1 :] + [0] * k)[:k]
             if standing < k:
-                tokens[standing] = (tokens[standing] + 1) % self.vocab_size
-            rows.append(tokens)
+                drafted[standing] = (drafted[standing] + 1) % self.vocab_size
+            rows.append(drafted)
         tokens = torch.tensor(rows, device=last.device)
         if self.layer_skip is None:
             return Draft(tokens, None, None, 0)

@@ -29,6 +29,9 @@ from selfspec_tune.regress import lossless, quality
 from selfspec_tune.regress.lossless import Lossless
 from selfspec_tune.regress.quality import Quality
 
+PARTS = ("perplexity", "lossless")
+"""The two halves of a verdict."""
+
 FACTS = "training.json"
 """What `selfspec train` leaves beside a checkpoint; its `base` is the checkpoint trained from."""
 
@@ -80,6 +83,8 @@ def run(model: str, config: RegressConfig, progress: Progress = silent) -> tuple
         counts = torch.tensor([len(window) - 1 for window in inputs.windows])
         compared = quality.compare(findings.nll, nll, counts, max_increase=max_increase)
     verdict = build_verdict(compared, findings.lossless)
+    if inputs.artifact is not None and inputs.artifact.regress is not None:
+        verdict = merged(verdict, inputs.artifact.regress)
     inputs.notices += store(model, verdict, findings.family, inputs.artifact)
     return verdict, inputs.notices
 
@@ -88,10 +93,25 @@ def build_verdict(compared: Quality | None, tested: Lossless | None) -> dict[str
     """Return the verdict as one JSON object; what was not tested is null and cannot fail."""
     return {
         "passed": (compared is None or compared.passed) and (tested is None or tested.passed),
-        "perplexity": compared.to_dict() if compared is not None else None,
-        "lossless": tested.to_dict() if tested is not None else None,
+        "perplexity_ratio": compared.to_dict()["ratio"] if compared is not None else None,
+        "perplexity": {**compared.to_dict(), "passed": compared.passed} if compared is not None else None,
+        "lossless": {**tested.to_dict(), "passed": tested.passed} if tested is not None else None,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def merged(verdict: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """Return `verdict` with what it did not test taken from an earlier verdict on the same weights.
+
+    Otherwise a run without `--text` would hide that perplexity failed. A half taken over keeps its own date.
+    """
+    kept = {name: earlier[name] for name in PARTS if verdict[name] is None and earlier.get(name) is not None}
+    if not kept:
+        return verdict
+    halves = {name: {"date": earlier.get("date"), **half} for name, half in kept.items()}
+    passed = verdict["passed"] and all(half.get("passed", earlier["passed"]) for half in halves.values())
+    ratio = (halves.get("perplexity") or verdict["perplexity"] or {}).get("ratio")
+    return {**verdict, **halves, "passed": passed, "perplexity_ratio": ratio}
 
 
 def store(model: str, verdict: dict[str, Any], family: Family, known: Artifact | None) -> list[str]:
@@ -108,7 +128,7 @@ def store(model: str, verdict: dict[str, Any], family: Family, known: Artifact |
             model_type=family.model_type,
             num_layers=family.num_layers,
             enabled=False,
-            reason="not swept yet",
+            reason="no sweep was run",
         )
     try:
         artifact.write(directory, artifact.with_regress(known, verdict))
@@ -231,7 +251,6 @@ def _try_lossless(loaded: Any, config: RegressConfig, inputs: Inputs, progress: 
         decoder,
         end_tokens=end_tokens(loaded),
         numerics=config.numerics,
-        max_draft_tokens=max(lengths),
         keep_logits=True,
     )
     return lossless.check_lossless(engine, inputs.requests, exits, lengths, progress=progress)

@@ -57,13 +57,7 @@ def measure_costs(
     try:
         bench = Bench(decoder, params, context_length, max_draft_tokens)
         seconds, spread = repeat_in_turn(bench.pieces(), repeats, progress)
-        price = exact_price(
-            engine,
-            max_draft_tokens=max_draft_tokens,
-            context_length=context_length,
-            repeats=repeats,
-            progress=progress,
-        )
+        price = exact_price(engine, context_length=context_length, repeats=repeats, progress=progress)
     finally:
         decoder.rows, decoder.exact = before
     counts = range(1, max_draft_tokens + 2)
@@ -188,15 +182,13 @@ def bookkeeping_seconds(
     return max(0.0, rest - plain_steps * plain_seconds) / max(1, stats.rounds)
 
 
-def exact_price(
-    engine: Engine, *, max_draft_tokens: int, context_length: int, repeats: int, progress: Progress = silent
-) -> float | None:
+def exact_price(engine: Engine, *, context_length: int, repeats: int, progress: Progress = silent) -> float | None:
     """Return the time of a plain step in exact numerics over one in fast; None where exact cannot be certified."""
     decoder, rows = engine.decoder, engine.rows
     if engine.numerics == "fast":
         decoder.exact = True
         try:
-            rows = certified_rows(decoder, engine.batch_size, max_draft_tokens + 1)
+            rows = certified_rows(decoder, engine.batch_size)
         except UserError:
             return None
         finally:

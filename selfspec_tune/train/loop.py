@@ -115,6 +115,7 @@ class _Run:
                     self._save_state()
                     raise KeyboardInterrupt
                 self._between_steps()
+            self._save_state()
         checkpoint.round_weights(self.module, self.save_dtype)
         after = self._evaluate()
         self._read_clock()

@@ -124,6 +124,64 @@ def test_an_artifact_of_other_weights_is_refused(selfspec, save_tiny):
 
 
 def test_check(selfspec, checkpoint):
-    result = json.loads(selfspec("check", checkpoint, "--live-length", 200, "--max-draft-tokens", 3, "--json").stdout)
-    assert result["exact"] and result["classes"][0][-1] >= 4 and set(result["plain_step_ms"]) == {"exact", "fast"}
-    assert "exact: yes" in selfspec("check", checkpoint, "--live-length", 130, "--max-draft-tokens", 1).stdout
+    result = json.loads(selfspec("check", checkpoint, "--live-length", 200, "--json").stdout)
+    assert result["exact"] and result["classes"][0][-1] >= 9 and set(result["plain_step_ms"]) == {"exact", "fast"}
+    assert "exact: yes" in selfspec("check", checkpoint, "--live-length", 130).stdout
+
+
+def test_files_that_are_not_ours_are_left_alone(selfspec, checkpoint, tmp_path):
+    source = write(tmp_path / "in.jsonl", {"prompt": "a"})
+    for content in ("precious", '{"other": 1}\n', "first\nlast", '{"id": "0", "completion": 1}\nx'):
+        target = tmp_path / "notes.txt"
+        target.write_text(content)
+        process = selfspec("decode", checkpoint, "--input", source, "--output", target, code=2)
+        assert "was not written by" in process.stderr and target.read_text() == content
+    assert "is a directory" in selfspec("decode", checkpoint, "--input", source, "--output", tmp_path, code=2).stderr
+
+
+def test_an_answer_to_another_record_of_the_same_id_is_not_taken_for_this_one(selfspec, checkpoint, tmp_path):
+    target = tmp_path / "out.jsonl"
+    common = ("decode", checkpoint, "--output", target, "--max-new-tokens", 2, "--input")
+    selfspec(*common, write(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "b"}))
+    before = target.read_text()
+    process = selfspec(*common, write(tmp_path / "other.jsonl", {"prompt": "x"}, {"prompt": "a"}), code=2)
+    assert "another record" in process.stderr and target.read_text() == before
+
+
+def test_line_separators_and_lone_surrogates_survive_a_resume(selfspec, checkpoint, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text(
+        '{"id": "a", "prompt": "x\\u2028y\\u0085z"}\n{"id": "b", "prompt": "\\ud83d", "note": "\\udc00"}\n'
+    )
+    common = ("decode", checkpoint, "--input", source, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 2)
+    selfspec(*common)
+    assert json.loads(selfspec(*common, "--json").stdout)["written"] == 0
+
+
+def test_one_prompt_too_long_is_named_before_anything_is_decoded(selfspec, checkpoint, tmp_path):
+    source = write(tmp_path / "in.jsonl", {"prompt": "a"}, {"id": "long", "prompt": "x" * 2000})
+    target = tmp_path / "out.jsonl"
+    assert "request long" in selfspec("decode", checkpoint, "--input", source, "--output", target, code=2).stderr
+    assert not target.exists()
+
+
+def test_text_that_is_not_utf8_is_a_user_error(selfspec, checkpoint, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"prompt": "caf\xe9"}\n')
+    process = selfspec("decode", checkpoint, "--input", source, "--output", tmp_path / "out.jsonl", code=2)
+    assert "in.jsonl:1" in process.stderr
+
+
+def test_exit_layer_0_is_refused_beside_an_enabled_artifact(selfspec, save_tiny):
+    from dataclasses import replace
+
+    from selfspec_tune import artifact
+
+    directory = save_tiny("enabled")
+    good = artifact.Artifact(artifact.fingerprint(directory), "llama", 6, True, "", exit_layer=3, num_draft_tokens=2)
+    artifact.write(directory, good)
+    common = ("decode", directory, "--prompt", "a", "--max-new-tokens", 8, "--json")
+    assert json.loads(selfspec(*common).stdout)["exit_layer"] == 3
+    assert "out of range" in selfspec(*common, "--exit-layer", 0, code=2).stderr
+    artifact.write(directory, replace(good, numerics="roughly"))
+    assert "numerics is unknown" in selfspec(*common, code=2).stderr

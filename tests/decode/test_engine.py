@@ -140,3 +140,23 @@ def test_sampling_depends_on_seed_and_request_only(decoder):
     again = engine.generate([Request("b", PROMPT, 40)], SamplingParams(1.0, seed=1))[0]
     other = engine.generate([Request("b", PROMPT, 40)], SamplingParams(1.0, seed=2))[0]
     assert first[1].token_ids == again[0].token_ids != other[0].token_ids
+
+
+def test_a_row_near_the_end_of_the_context_beside_a_shorter_one():
+    """Its neighbour still drafts k tokens, whose positions for this row lie beyond the context."""
+    decoder = LayeredDecoder(tiny_model(max_position_embeddings=64, late=0.1))
+    engine = Engine(decoder, batch_size=2)
+    requests = [Request("a", [1] * 60, 50), Request("b", [2] * 5, 50)]
+    plain, _ = engine.generate(requests, GREEDY)
+    spec, _ = engine.generate(requests, GREEDY, LayerSkipDrafter(decoder, 3), DraftPolicy(7))
+    assert [len(completion.token_ids) for completion in plain] == [4, 50]
+    assert [completion.token_ids for completion in spec] == [completion.token_ids for completion in plain]
+
+
+def test_drafting_that_does_not_pay_stops_and_says_so(decoder):
+    engine = Engine(decoder)
+    policy = DraftPolicy(3, round_cost=9.0)
+    plain = engine.generate([Request("a", PROMPT, 150)], GREEDY)[0][0]
+    spec, stats = engine.generate([Request("a", PROMPT, 150)], GREEDY, LayerSkipDrafter(decoder, 3), policy)
+    assert policy.stopped and not stats.enabled and "drafting stopped" in stats.reason
+    assert spec[0].token_ids == plain.token_ids

@@ -62,3 +62,16 @@ def test_noise_is_keyed():
 
     assert of(0, "a", 5) == of(0, "a", 5)
     assert len({tuple(of(*key)) for key in ((0, "a", 5), (1, "a", 5), (0, "b", 5), (0, "a", 6))}) == 4
+
+
+def test_bits_do_not_depend_on_the_number_of_rows():
+    """With shared noise plain decoding computes one row and verification several: a last bit can change the token."""
+    logits = torch.randn(4, 50_000, generator=torch.Generator().manual_seed(0))
+    for params in (SamplingParams(0.8), SamplingParams(0.8, top_k=50), SamplingParams(0.8, top_p=0.9)):
+        together = distribution(logits, params)
+        for row in range(4):
+            assert torch.equal(distribution(logits[row : row + 1], params)[0], together[row])
+
+
+def test_a_tiny_temperature_is_greedy_not_nan():
+    assert distribution(LOGITS, SamplingParams(1e-38)).tolist() == [0, 1, 0, 0]

@@ -67,3 +67,11 @@ def test_special_tokens_are_not_text():
 def test_other_tokenizers_are_refused():
     with pytest.raises(UserError, match="backend"):
         TextStream(object(), [])
+
+
+def test_a_prompt_that_ends_inside_a_character_does_not_leak_into_the_completion():
+    stream = TextStream(TOKENIZER, [*TOKENIZER("hello ")["input_ids"], 0xE2])
+    for token in TOKENIZER(" world")["input_ids"]:
+        stream.push(token)
+    stream.finish()
+    assert stream.text == " world"

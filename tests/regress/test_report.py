@@ -51,7 +51,7 @@ def made_artifact(checkpoint: Path, **changes: Any) -> Artifact:
 def test_identical_weights_pass_with_a_ratio_of_exactly_one(copy: Path, make_config: Callable) -> None:
     verdict, notices = report.run(str(copy), make_config())
     assert notices == []
-    assert list(verdict) == ["passed", "perplexity", "lossless", "date"]
+    assert list(verdict) == ["passed", "perplexity_ratio", "perplexity", "lossless", "date"]
     assert verdict["passed"] is True
     perplexity, lossless = verdict["perplexity"], verdict["lossless"]
     assert perplexity["ratio"] == 1.0 and perplexity["interval"] == [1.0, 1.0] and perplexity["limit"] == 1.02
@@ -63,7 +63,7 @@ def test_identical_weights_pass_with_a_ratio_of_exactly_one(copy: Path, make_con
     stored = artifact.read(copy)
     assert stored is not None
     assert stored.regress == json.loads(json.dumps(verdict))
-    assert (stored.enabled, stored.reason, stored.num_layers) == (False, "not swept yet", 6)
+    assert (stored.enabled, stored.reason, stored.num_layers) == (False, "no sweep was run", 6)
 
 
 def test_damaged_layers_fail_and_the_verdict_is_kept(damaged: Path, make_config: Callable) -> None:
@@ -177,3 +177,14 @@ def test_a_hub_name_and_a_folder_that_cannot_be_written_give_a_notice(copy: Path
     assert "not stored" in report.store("someone/some-model", verdict, family, None)[0]
     (copy / artifact.FILE_NAME).mkdir()
     assert "could not be stored" in report.store(str(copy), verdict, family, None)[0]
+
+
+def test_a_run_that_tests_only_half_does_not_hide_that_the_other_half_failed() -> None:
+    failed = {"ratio": 1.5, "passed": False}
+    earlier = {"passed": False, "perplexity_ratio": 1.5, "perplexity": failed, "lossless": None, "date": "then"}
+    now = {"passed": True, "perplexity_ratio": None, "perplexity": None, "lossless": {"passed": True}, "date": "now"}
+    both = report.merged(now, earlier)
+    assert not both["passed"] and both["perplexity_ratio"] == 1.5
+    assert both["perplexity"] == {"date": "then", **failed} and both["lossless"] == {"passed": True}
+    better = {**now, "perplexity_ratio": 1.0, "perplexity": {"ratio": 1.0, "passed": True}}
+    assert report.merged(better, earlier)["passed"], "what was tested anew replaces what failed"
