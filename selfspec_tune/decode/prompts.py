@@ -22,10 +22,14 @@ def encode_messages(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]
     """Turn chat messages into token ids, ready for the assistant's turn.
 
     Raises:
-        UserError: the tokenizer has no chat template, or the template refuses the messages.
+        UserError: the tokenizer has no chat template, a message has no role, or the template refuses the messages.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("these are chat messages, but the tokenizer has no chat template", command="--raw with prompts")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            allowed = '{"role": "user", "content": "..."}'
+            raise UserError("a chat message needs a role and a content", got=str(message)[:200], allowed=allowed)
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template is a program of the checkpoint's; whatever it raises is about the input

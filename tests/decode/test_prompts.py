@@ -47,7 +47,7 @@ def test_fields_ids_and_chats(tmp_path):
         ([{"text": "a"}], "record 1 has no text in 'prompt'"),
         ([{"prompt": "a"}, {"prompt": 3}], "record 2"),
         ([{"id": 1, "prompt": "a"}, {"id": "1", "prompt": "b"}], "same id"),
-        ([{"messages": [{"role": "user"}, 4]}], "chat template"),
+        ([{"messages": [{"role": "user", "content": "a"}, 4]}], "chat message"),
     ],
 )
 def test_bad_records_are_named(tmp_path, records, match):
