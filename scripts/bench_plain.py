@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import transformers
 
+from selfspec_tune.config import PromptConfig
 from selfspec_tune.decode.engine import Engine, Request
 from selfspec_tune.decode.prompts import read_requests
 from selfspec_tune.decode.sampling import SamplingParams
@@ -111,7 +112,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     model = load_model(options.model, dtype=options.dtype, device=options.device)
     count = options.max_new_tokens
     _, requests = read_requests(
-        options.prompts, tokenizer, raw=options.raw, max_new_tokens=count, limit=options.num_prompts
+        options.prompts, tokenizer, PromptConfig(raw=options.raw), max_new_tokens=count, limit=options.num_prompts
     )
     decoder = LayeredDecoder(model)
     measures = {name: measure_engine(Engine(decoder, numerics=name)) for name in OURS}

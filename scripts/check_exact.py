@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from selfspec_tune.config import PromptConfig
 from selfspec_tune.decode.drafters import Drafter
 from selfspec_tune.decode.engine import Completion, Engine, Request
 from selfspec_tune.decode.policy import DraftPolicy
@@ -35,7 +36,7 @@ def main() -> int:
     """Parse, run both kinds of verification, print one line each."""
     options = parse()
     tokenizer = load_tokenizer(options.model)
-    _, requests = read_requests(options.prompts, tokenizer, raw=True, max_new_tokens=1)
+    _, requests = read_requests(options.prompts, tokenizer, PromptConfig(raw=True), max_new_tokens=1)
     ids = [token for request in requests for token in request.prompt_ids][: options.start]
     request = Request("0", ids, options.stop - options.start)
     decoder = load_decoder(options.model, dtype=options.dtype)

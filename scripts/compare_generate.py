@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from selfspec_tune.config import PromptConfig
 from selfspec_tune.decode.engine import Engine, Request
 from selfspec_tune.decode.prompts import read_requests
 from selfspec_tune.decode.sampling import SamplingParams
@@ -74,7 +75,7 @@ def compare(options: argparse.Namespace) -> int:
     _, requests = read_requests(
         options.prompts,
         tokenizer,
-        raw=options.raw,
+        PromptConfig(raw=options.raw),
         max_new_tokens=options.max_new_tokens,
         limit=options.num_prompts,
     )

@@ -39,7 +39,21 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class DecodeConfig(ModelConfig):
+class PromptConfig(ModelConfig):
+    """How prompts are read from JSONL records; shared by the commands that decode."""
+
+    prompt_field: str = "prompt"
+    """Field of a JSONL record that holds the prompt text."""
+    messages_field: str = "messages"
+    """Field of a JSONL record that holds chat messages; used where the record has it."""
+    id_field: str = "id"
+    """Field that identifies a JSONL record; its number in the file, from 0, where it is missing."""
+    raw: bool = False
+    """Give prompts to the model as they are, without the chat template."""
+
+
+@dataclass(frozen=True)
+class DecodeConfig(PromptConfig):
     """Options of `selfspec decode`."""
 
     prompt: str | None = None
@@ -50,14 +64,6 @@ class DecodeConfig(ModelConfig):
     """JSONL with one record per prompt."""
     output: Path | None = None
     """JSONL written with one record per input record; ids already in it are skipped."""
-    prompt_field: str = "prompt"
-    """Field that holds the prompt text in --input records."""
-    messages_field: str = "messages"
-    """Field that holds chat messages in --input records; used where the record has it."""
-    id_field: str = "id"
-    """Field that identifies a record in --input; its number in the file, from 0, where it is missing."""
-    raw: bool = False
-    """Give the prompt to the model as it is, without the chat template."""
     max_new_tokens: int = 256
     """Tokens to generate at most, per prompt."""
     stop: tuple[str, ...] = ()
@@ -165,19 +171,11 @@ class TrainConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
-class SweepConfig(ModelConfig):
+class SweepConfig(PromptConfig):
     """Options of `selfspec sweep-exit`."""
 
     prompts: Path | None = None
     """JSONL of held-out prompts."""
-    id_field: str = "id"
-    """Field that identifies a record; its number in the file where it is missing."""
-    prompt_field: str = "prompt"
-    """Field that holds the prompt text."""
-    messages_field: str = "messages"
-    """Field that holds chat messages; used where the record has it."""
-    raw: bool = False
-    """Give prompts to the model as they are, without the chat template."""
     num_prompts: int = 32
     """Prompts to profile at most, from the start of the file; the next few serve to confirm."""
     max_new_tokens: int = 96
@@ -207,7 +205,7 @@ class SweepConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
-class RegressConfig(ModelConfig):
+class RegressConfig(PromptConfig):
     """Options of `selfspec regress`."""
 
     base: str | None = None
@@ -224,14 +222,6 @@ class RegressConfig(ModelConfig):
     """Largest allowed rise of perplexity over the base, such as 2% or 0.02."""
     prompts: Path | None = None
     """JSONL of held-out prompts for losslessness."""
-    prompt_field: str = "prompt"
-    """Field that holds the prompt text."""
-    messages_field: str = "messages"
-    """Field that holds chat messages; used where the record has it."""
-    id_field: str = "id"
-    """Field that identifies a prompt; the line number where it is missing."""
-    raw: bool = False
-    """Give prompts to the model as they are, without the chat template."""
     num_prompts: int = 12
     """Prompts to use at most, from the start of the file."""
     max_new_tokens: int = 96

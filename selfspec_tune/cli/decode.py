@@ -130,10 +130,7 @@ def _decode_file(plan: Plan, params: Any, options: config.DecodeConfig) -> None:
     records, requests = read_requests(
         options.input,
         plan.engine.tokenizer,
-        prompt_field=options.prompt_field,
-        messages_field=options.messages_field,
-        id_field=options.id_field,
-        raw=options.raw,
+        options,
         max_new_tokens=options.max_new_tokens,
         stop=options.stop,
     )

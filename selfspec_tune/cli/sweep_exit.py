@@ -53,10 +53,7 @@ def sweep_exit(
     _, requests = read_requests(
         config.prompts,
         tokenizer,
-        prompt_field=config.prompt_field,
-        messages_field=config.messages_field,
-        id_field=config.id_field,
-        raw=config.raw,
+        config,
         max_new_tokens=config.max_new_tokens,
         limit=config.num_prompts + confirm.CONFIRM_PROMPTS,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from selfspec_tune.config import PromptConfig
 from selfspec_tune.decode.engine import Request
 from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_jsonl
@@ -40,19 +41,16 @@ def encode_messages(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]
 def read_requests(
     path: Path,
     tokenizer: Any,
+    config: PromptConfig,
     *,
-    prompt_field: str = "prompt",
-    messages_field: str = "messages",
-    id_field: str = "id",
-    raw: bool = False,
     max_new_tokens: int,
     stop: tuple[str, ...] = (),
     limit: int | None = None,
 ) -> tuple[list[dict[str, Any]], list[Request]]:
     """Read prompts from a JSONL file.
 
-    A record holds a text in `prompt_field` or chat messages in `messages_field`; a last assistant message is the
-    answer to be written and is left out. Ids default to the record's number in the file, from 0.
+    A record holds a text in `config.prompt_field` or chat messages in `config.messages_field`; a last assistant
+    message is the answer to be written and is left out. Ids default to the record's number in the file, from 0.
 
     Returns:
         the records as they are, and a request for each.
@@ -65,22 +63,25 @@ def read_requests(
         raise UserError(f"{path} holds no records", allowed='lines such as {"prompt": "..."}')
     requests, seen = [], set()
     for number, record in enumerate(records):
-        request_id = str(record.get(id_field, number))
+        request_id = str(record.get(config.id_field, number))
         if request_id in seen:
-            raise UserError(f"{path}: two records have the same {id_field}", got=request_id, command="--id-field FIELD")
+            raise UserError(
+                f"{path}: two records have the same {config.id_field}", got=request_id, command="--id-field FIELD"
+            )
         seen.add(request_id)
-        messages, prompt = record.get(messages_field), record.get(prompt_field)
-        if isinstance(messages, list) and messages and not raw:
+        messages, prompt = record.get(config.messages_field), record.get(config.prompt_field)
+        if isinstance(messages, list) and messages and not config.raw:
             if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
                 messages = messages[:-1]
             ids = encode_messages(tokenizer, messages)
         elif isinstance(prompt, str):
-            ids = encode_text(tokenizer, prompt, raw=raw)
+            ids = encode_text(tokenizer, prompt, raw=config.raw)
         else:
             raise UserError(
-                f"{path}: record {number + 1} has no text in {prompt_field!r} and no messages in {messages_field!r}",
+                f"{path}: record {number + 1} has no text in {config.prompt_field!r} "
+                f"and no messages in {config.messages_field!r}",
                 got=", ".join(record) or "an empty record",
-                command="no --raw" if raw and messages else "--prompt-field NAME or --messages-field NAME",
+                command="no --raw" if config.raw and messages else "--prompt-field NAME or --messages-field NAME",
             )
         if not ids:
             raise UserError(f"{path}: record {number + 1} has an empty prompt", allowed="at least one token")

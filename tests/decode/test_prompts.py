@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tiny import byte_tokenizer
 
+from selfspec_tune.config import PromptConfig
 from selfspec_tune.decode.prompts import encode_text, read_requests
 from selfspec_tune.errors import UserError
 
@@ -19,8 +20,8 @@ def write(path: Path, *records: object) -> Path:
     return path
 
 
-def texts(path: Path, **settings) -> list[str]:
-    _, requests = read_requests(path, TOKENIZER, max_new_tokens=5, **settings)
+def texts(path: Path, limit: int | None = None, **settings) -> list[str]:
+    _, requests = read_requests(path, TOKENIZER, PromptConfig(**settings), max_new_tokens=5, limit=limit)
     return [TOKENIZER.decode(request.prompt_ids) for request in requests]
 
 
@@ -34,7 +35,7 @@ def test_fields_ids_and_chats(tmp_path):
     path = write(tmp_path / "p.jsonl", {"id": "x", "prompt": "a"}, {"messages": chat}, {"prompt": "c"})
     assert texts(path) == ["[user]a\n[assistant]", "[user]q\n[assistant]", "[user]c\n[assistant]"]
     assert texts(path, limit=1, raw=True) == ["a"]
-    _, requests = read_requests(path, TOKENIZER, max_new_tokens=5)
+    _, requests = read_requests(path, TOKENIZER, PromptConfig(), max_new_tokens=5)
     assert [request.id for request in requests] == ["x", "1", "2"]
     other = write(tmp_path / "q.jsonl", {"question": "why"})
     assert texts(other, prompt_field="question", raw=True) == ["why"]

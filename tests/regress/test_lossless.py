@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from selfspec_tune.config import PromptConfig
 from selfspec_tune.decode import engine as engine_module
 from selfspec_tune.decode.accept import accept_matching
 from selfspec_tune.decode.drafters import ChooseToken, Draft
@@ -27,7 +28,7 @@ EXITS, LENGTHS = (2, 5), (1, 3)
 
 @pytest.fixture
 def requests(checkpoint: Path, prompts: Path) -> list[Request]:
-    return read_requests(prompts, load_tokenizer(str(checkpoint)), raw=True, max_new_tokens=16)[1]
+    return read_requests(prompts, load_tokenizer(str(checkpoint)), PromptConfig(raw=True), max_new_tokens=16)[1]
 
 
 @pytest.fixture
