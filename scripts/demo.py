@@ -210,7 +210,8 @@ def chain(options: argparse.Namespace) -> dict[str, Json]:
     # The sweep writes the artifact anew; the verdict of regress has to be put into it again.
     results["sweep"] = steps.run("sweep-exit", command, inputs, [trained / FILE_NAME], outdates=["regress"])
     command = ["regress", trained, "--base", model, "--text", heldout, "--prompts", prompts, "--raw", "--json"]
-    command += ["--num-prompts", "4", "--max-new-tokens", "48", "--exit-layers", "10,20", "--num-draft-tokens", "1,3"]
+    command += ["--num-prompts", "4", "--max-new-tokens", "48", "--exit-layers", "10,20", "--num-draft-tokens", "3"]
+    command += ["--max-documents", "24"]
     inputs = {**inputs, "sweep": results["sweep"].get("artifact")}
     results["regress"] = steps.run("regress", command, inputs, [trained / FILE_NAME])
     cell = best_cell(results["sweep"])

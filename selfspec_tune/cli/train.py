@@ -42,12 +42,9 @@ def train(
     layers = [configs.read_recipe(recipe)] if recipe else []
     config = configs.build(configs.TrainConfig, *layers, configs.parse_assignments(assignments or []), flags)
 
-    from transformers.utils import logging as transformers_logging
-
     from selfspec_tune.train import checkpoint, loop
     from selfspec_tune.train.options import check_options
 
-    transformers_logging.disable_progress_bar()
     check_options(config)
     facts = checkpoint.finished(config)
     if facts is not None:

@@ -68,11 +68,12 @@ class FusedLayer:
 
 def widens(hidden: Tensor) -> bool:
     """Whether products of many rows are faster in fp32 than in the weights' dtype: on CPUs without bf16 arithmetic."""
-    return hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16 and not _cpu_multiplies_bf16()
+    return hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16 and not cpu_multiplies_bf16()
 
 
 @cache
-def _cpu_multiplies_bf16() -> bool:
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU's library has bf16 products; without, they are several times slower than fp32 ones."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

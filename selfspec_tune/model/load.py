@@ -45,7 +45,9 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> Any:
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     resolved = resolve_device(device)
     directory = checkpoint_dir(name)
     if directory is not None and (directory / "adapter_config.json").is_file():

@@ -23,6 +23,7 @@ from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_json
 from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.model.families import Family, describe
+from selfspec_tune.model.layer import cpu_multiplies_bf16
 from selfspec_tune.model.load import checkpoint_dir, end_tokens, load_config, load_model, load_tokenizer
 from selfspec_tune.progress import Progress, silent
 from selfspec_tune.regress import lossless, quality
@@ -77,7 +78,7 @@ def run(model: str, config: RegressConfig, progress: Progress = silent) -> tuple
     findings = _try_trained(model, config, inputs, progress)
     compared = None
     if inputs.base is not None and findings.nll is not None:
-        base = load_model(inputs.base, dtype=findings.dtype, device=config.device)
+        base = for_scoring(load_model(inputs.base, dtype=findings.dtype, device=config.device))
         quality.check_same_size(findings.config, base.config)
         nll = quality.window_nll(base, inputs.windows, progress, "perplexity of the base")
         counts = torch.tensor([len(window) - 1 for window in inputs.windows])
@@ -135,6 +136,16 @@ def store(model: str, verdict: dict[str, Any], family: Family, known: Artifact |
     except OSError as error:
         return [f"the verdict could not be stored in {directory}: {error.strerror or error}"]
     return []
+
+
+def is_slow(loaded: Any) -> bool:
+    """Whether a model's products are emulated: bf16 on a CPU without such arithmetic."""
+    return loaded.device.type == "cpu" and loaded.dtype == torch.bfloat16 and not cpu_multiplies_bf16()
+
+
+def for_scoring(loaded: Any) -> Any:
+    """Return the model, its weights widened to fp32 (no value changes) where that is what the device computes fast."""
+    return loaded.float() if is_slow(loaded) else loaded
 
 
 def find_base(model: str, config: RegressConfig) -> str | None:
@@ -228,7 +239,10 @@ def _try_trained(model: str, config: RegressConfig, inputs: Inputs, progress: Pr
         directory = checkpoint_dir(inputs.base)
         if directory is None or not (directory / "adapter_config.json").is_file():
             quality.check_same_size(loaded.config, load_config(inputs.base))
-        nll = quality.window_nll(loaded, inputs.windows, progress, "perplexity of the model")
+        # Decoding below needs the weights as they are, so scoring in fp32 takes a copy of its own.
+        again = is_slow(loaded) and load_model(model, dtype=config.dtype, device=config.device)
+        scored = for_scoring(again) if again else loaded
+        nll = quality.window_nll(scored, inputs.windows, progress, "perplexity of the model")
     tested = _try_lossless(loaded, config, inputs, progress) if inputs.requests else None
     return Findings(nll, tested, family, str(loaded.dtype).removeprefix("torch."), loaded.config)
 
