@@ -309,6 +309,8 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
     if origin in (Union, types.UnionType):
         inner = [a for a in arguments if a is not type(None)]
         return None if value is None else _coerce(name, value, inner[0])
+    if value is None:
+        raise UserError(f"{name} needs a value")
     if origin is Literal:
         if value not in arguments:
             raise UserError(f"{name} has no such value", got=value, allowed=", ".join(map(str, arguments)))
@@ -324,6 +326,8 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
         if not isinstance(value, bool):
             raise UserError(f"{name} is a switch", got=value, allowed="true, false")
         return value
+    if hint is int and (isinstance(value, bool) or (isinstance(value, float) and value != int(value))):
+        raise UserError(f"{name} is a whole number", got=value)
     try:
         return hint(value)
     except (TypeError, ValueError):

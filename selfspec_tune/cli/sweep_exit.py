@@ -119,13 +119,17 @@ def _print(result: Sweep, config: configs.SweepConfig) -> None:
         by_exit.setdefault(cell.exit_layer, []).append(cell)
     always = {int(artifact.exit_layer or 1)} | ({better.exit_layer} if better else set())
     rows = shown_exits(artifact.num_layers, MAP_ROWS, always)
-    console.heat_map(
-        "predicted speed-up",
-        [f"E={e} ({e / artifact.num_layers:.0%})" for e in rows],
-        [f"k={cell.num_draft_tokens}" for cell in by_exit[1]],
-        [[cell.speedup_predicted for cell in by_exit[e]] for e in rows],
-        neutral=1.0,
-    )
+    for title, score in (
+        ("textbook score E(k)/(c·k + 1)", lambda cell: cell.speedup_model),
+        ("predicted speed-up τ/(c·k + v + o)", lambda cell: cell.speedup_predicted),
+    ):
+        console.heat_map(
+            title,
+            [f"E={e} ({e / artifact.num_layers:.0%})" for e in rows],
+            [f"k={cell.num_draft_tokens}" for cell in by_exit[1]],
+            [[score(cell) for cell in by_exit[e]] for e in rows],
+            neutral=1.0,
+        )
     lines = [
         _line(max(by_exit[e], key=lambda cell: cell.speedup_predicted), costs.overhead_ratio)
         for e in shown_exits(artifact.num_layers, TABLE_ROWS - len(always), always)

@@ -1,0 +1,77 @@
+"""selfspec.json: what is written is read, and what belongs to other weights or another version is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from selfspec_tune import artifact as artifacts
+from selfspec_tune.artifact import Artifact
+from selfspec_tune.errors import UserError
+
+
+@pytest.fixture
+def saved(save_tiny, tmp_path):
+    """A checkpoint of its own with an enabled artifact: (directory, artifact)."""
+    directory = save_tiny("artifact")
+    value = Artifact(
+        artifacts.fingerprint(directory), "llama", 6, True, "pays", exit_layer=3, num_draft_tokens=2, rows=[4, 8]
+    )
+    artifacts.write(directory, value)
+    return directory, value
+
+
+def test_round_trip(saved):
+    directory, value = saved
+    assert artifacts.read(directory) == value
+    assert not list(directory.glob(".*.tmp"))
+    (directory / artifacts.FILE_NAME).unlink()
+    assert artifacts.read(directory) is None
+
+
+def test_other_weights_or_another_config_are_noticed(saved):
+    directory, _ = saved
+    weights = directory / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(UserError, match="other weights"):
+        artifacts.read(directory)
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    artifacts.read(directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "transformers_version": "0"}))
+    artifacts.read(directory)
+    (directory / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    with pytest.raises(UserError, match="other weights"):
+        artifacts.read(directory)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"exit_layer": 0}, "exit_layer is out of range"),
+        ({"exit_layer": 6}, "exit_layer is out of range"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens is out of range"),
+        ({"drafter": "magic"}, "drafter is unknown"),
+        ({"numerics": "roughly"}, "numerics is unknown"),
+        ({"schema_version": 2}, "unknown schema"),
+    ],
+)
+def test_what_cannot_be_decoded_with_is_refused(saved, changes, message):
+    directory, value = saved
+    artifacts.write(directory, replace(value, **changes))
+    with pytest.raises(UserError, match=message) as caught:
+        artifacts.read(directory)
+    assert "selfspec sweep-exit" in str(caught.value)
+
+
+def test_unknown_fields_are_refused(saved):
+    directory, _ = saved
+    path = directory / artifacts.FILE_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), "extra": 1}))
+    with pytest.raises(UserError, match="unknown fields"):
+        artifacts.read(directory)
