@@ -66,9 +66,9 @@ class FusedLayer:
         return torch.cat((rms_norm(query, self.query_norm), rms_norm(key, self.key_norm)), 2)
 
 
-def widens(hidden: Tensor) -> bool:
-    """Whether products of many rows are faster in fp32 than in the weights' dtype: on CPUs without bf16 arithmetic."""
-    return hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16 and not cpu_multiplies_bf16()
+def widens(of: Any) -> bool:
+    """Whether a tensor or model is bf16 on a CPU that only emulates bf16 products, so that fp32 is faster."""
+    return of.device.type == "cpu" and of.dtype == torch.bfloat16 and not cpu_multiplies_bf16()
 
 
 @cache

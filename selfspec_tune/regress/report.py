@@ -23,7 +23,7 @@ from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_json
 from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.model.families import Family, describe
-from selfspec_tune.model.layer import cpu_multiplies_bf16
+from selfspec_tune.model.layer import widens
 from selfspec_tune.model.load import checkpoint_dir, end_tokens, load_config, load_model, load_tokenizer
 from selfspec_tune.progress import Progress, silent
 from selfspec_tune.regress import lossless, quality
@@ -138,14 +138,9 @@ def store(model: str, verdict: dict[str, Any], family: Family, known: Artifact |
     return []
 
 
-def is_slow(loaded: Any) -> bool:
-    """Whether a model's products are emulated: bf16 on a CPU without such arithmetic."""
-    return loaded.device.type == "cpu" and loaded.dtype == torch.bfloat16 and not cpu_multiplies_bf16()
-
-
 def for_scoring(loaded: Any) -> Any:
     """Return the model, its weights widened to fp32 (no value changes) where that is what the device computes fast."""
-    return loaded.float() if is_slow(loaded) else loaded
+    return loaded.float() if widens(loaded) else loaded
 
 
 def find_base(model: str, config: RegressConfig) -> str | None:
@@ -240,7 +235,7 @@ def _try_trained(model: str, config: RegressConfig, inputs: Inputs, progress: Pr
         if directory is None or not (directory / "adapter_config.json").is_file():
             quality.check_same_size(loaded.config, load_config(inputs.base))
         # Decoding below needs the weights as they are, so scoring in fp32 takes a copy of its own.
-        again = is_slow(loaded) and load_model(model, dtype=config.dtype, device=config.device)
+        again = widens(loaded) and load_model(model, dtype=config.dtype, device=config.device)
         scored = for_scoring(again) if again else loaded
         nll = quality.window_nll(scored, inputs.windows, progress, "perplexity of the model")
     tested = _try_lossless(loaded, config, inputs, progress) if inputs.requests else None
