@@ -16,7 +16,7 @@ from torch import Tensor
 
 from selfspec_tune.config import MAX_DRAFT_TOKENS
 from selfspec_tune.decode.accept import accept_matching, accept_ratio
-from selfspec_tune.decode.drafters import Drafter
+from selfspec_tune.decode.drafters import Drafter, Source
 from selfspec_tune.decode.policy import DraftPolicy
 from selfspec_tune.decode.sampling import Noise, SamplingParams, distribution, draw, draw_with_gumbel
 from selfspec_tune.decode.stats import Stats
@@ -197,6 +197,8 @@ class _Run:
         return [row for row, completion in enumerate(self.completions) if completion.finish_reason is None]
 
     def _prefill(self, cache: SharedKVCache) -> None:
+        if self.drafter is not None:
+            self.drafter.start([request.prompt_ids for request in self.requests])
         for row, request in enumerate(self.requests):
             tokens = torch.tensor([request.prompt_ids], device=self.decoder.device)
             logits = self.decoder.logits(self.decoder.prefill(tokens, cache.row(row)), pad=False)
@@ -209,15 +211,17 @@ class _Run:
     def _round(self, cache: SharedKVCache) -> None:
         active = self._active()
         remaining = max(self.limits[row] - len(self.completions[row].token_ids) for row in active)
-        k = self.policy.next(remaining) if self.drafter else 0
-        if k == 0:
+        sources = self.drafter.sources() if self.drafter else []
+        planned = self.policy.next(remaining, sources)
+        source = planned[0] if planned else None
+        if planned is None:
             logits = step_plain(self.decoder, cache, self.last)
             drafted = self.last.new_zeros(self.engine.batch_size, 0)
             accepted, following = self._accept(drafted, None, logits)
         else:
             assert self.drafter is not None
             begin = time.perf_counter()
-            draft = self.drafter.propose(self.last, cache, k, self._choose_draft)
+            draft = self.drafter.propose(self.last, cache, planned[1], self._choose_draft, planned[0])
             self._synchronise()
             middle = time.perf_counter()
             logits = verify(self.decoder, cache, self.last, draft)
@@ -226,13 +230,13 @@ class _Run:
             self._synchronise()
             self.stats.draft_seconds += middle - begin
             self.stats.verify_seconds += time.perf_counter() - middle
-        self._commit(cache, active, k, drafted, accepted, following, logits)
+        self._commit(cache, active, source, drafted, accepted, following, logits)
 
     def _commit(
         self,
         cache: SharedKVCache,
         active: list[int],
-        k: int,
+        source: Source | None,
         drafted: Tensor,
         accepted: Tensor,
         following: Tensor,
@@ -240,10 +244,10 @@ class _Run:
     ) -> None:
         counts, drafts, nexts = accepted.tolist(), drafted.tolist(), following.tolist()
         for row in active:
-            count = counts[row]
-            if k:
+            count, k = counts[row], drafted.shape[1]
+            if source is not None:
                 self.stats.count_round(k, count)
-                self.policy.observe(k, count)
+                self.policy.observe(source, k, count)
             cache.committed[row] += count + 1
             self.last[row] = nexts[row]
             self._emit(row, [*drafts[row][:count], nexts[row]], logits[row])
@@ -303,6 +307,8 @@ class _Run:
     def _emit(self, row: int, tokens: list[int], logits: Tensor) -> None:
         """Append tokens to a row's completion, cutting where plain decoding would stop."""
         completion, stream = self.completions[row], self.streams[row]
+        if self.drafter is not None:
+            self.drafter.extend(row, tokens)
         for index, token in enumerate(tokens):
             completion.token_ids.append(token)
             self.stats.emitted += 1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from selfspec_tune.decode.drafters import Source
 
 LEAST_ROUNDS = 24
 """Rounds seen before drafting is judged."""
@@ -31,12 +34,24 @@ class DraftPolicy:
     _sum: float = 0.0
     _squares: float = 0.0
 
-    def next(self, remaining: int) -> int:
-        """Return how many tokens to draft when `remaining` more tokens are wanted."""
-        return 0 if self.stopped else max(0, min(self.k, remaining - 1))
+    def next(self, remaining: int, sources: Sequence[Source]) -> tuple[Source, int] | None:
+        """Return from which source to draft how many (1 or more) tokens; None to take a plain step.
 
-    def observe(self, k: int, accepted: int) -> None:
-        """Learn that a round of k draft tokens accepted so many."""
+        Args:
+            remaining: tokens still wanted; at most one fewer is drafted.
+            sources: what the drafter offers this round.
+        """
+        if self.stopped or not sources:
+            return None
+        k = min(self.k, remaining - 1, sources[0].most)
+        return (sources[0], k) if k > 0 else None
+
+    def enough(self, source: Source, confidence: float) -> bool:
+        """Whether a draft that believes so far in all its tokens with probability `confidence` should end here."""
+        return False
+
+    def observe(self, source: Source, k: int, accepted: int) -> None:
+        """Learn that of k tokens drafted from `source` so many were accepted."""
         if self.round_cost is None or k != self.k or k == 0:
             return
         emitted = accepted + 1

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from selfspec_tune.decode.drafters import ChooseToken, Draft
+from selfspec_tune.decode.drafters import ChooseToken, Draft, Drafter, Enough, Source, never
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder
@@ -22,7 +22,7 @@ def in_turn(round_index: int, k: int) -> int:
     return (round_index * 5 + round_index // (k + 1)) % (k + 1)
 
 
-class OracleDrafter:
+class OracleDrafter(Drafter):
     """Propose the true tokens up to a forced number of acceptances, then a wrong one.
 
     Args:
@@ -45,7 +45,9 @@ class OracleDrafter:
         self.layer_skip = LayerSkipDrafter(decoder, exit_layer) if exit_layer else None
         self.rounds = 0
 
-    def propose(self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken) -> Draft:
+    def propose(
+        self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken, source: Source, enough: Enough = never
+    ) -> Draft:
         """Return the true next k tokens of every row, the one after the forced acceptances made wrong."""
         standing = self.accept(self.rounds, k)
         self.rounds += 1
@@ -60,4 +62,4 @@ class OracleDrafter:
         tokens = torch.tensor(rows, device=last.device)
         if self.layer_skip is None:
             return Draft(tokens, None, None, 0)
-        return self.layer_skip.propose(last, cache, k, lambda logits, offset: (tokens[:, offset], None))
+        return self.layer_skip.propose(last, cache, k, lambda logits, offset: (tokens[:, offset], None), source)

@@ -146,8 +146,8 @@ class TestBrokenEnginesAreCaught:
         engine = engine_for(torch.float32)
         genuine = LayerSkipDrafter.propose
 
-        def propose(self, last, cache, k, choose):
-            draft = genuine(self, last, cache, k, choose)
+        def propose(self, last, cache, k, choose, *rest):
+            draft = genuine(self, last, cache, k, choose, *rest)
             for layer in range(3):
                 cache._storage[layer, :, :, 0, int(cache.committed[0]) + k] = 0
             return draft

@@ -71,8 +71,8 @@ def accepts_one_too_few(drafted: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor
 class ForgetsTheLastEarlyPass(LayerSkipDrafter):
     """Hands the verifier the state of the token before the last drafted one."""
 
-    def propose(self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken) -> Draft:
-        draft = super().propose(last, cache, k, choose)
+    def propose(self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken, *rest: Any) -> Draft:
+        draft = super().propose(last, cache, k, choose, *rest)
         assert draft.hidden is not None
         hidden = torch.cat((draft.hidden[:, :-1], draft.hidden[:, -2:-1]), 1)
         return Draft(draft.tokens, draft.probabilities, hidden, draft.resume_layer)
@@ -81,9 +81,9 @@ class ForgetsTheLastEarlyPass(LayerSkipDrafter):
 class RollsBackOneTooFar(LayerSkipDrafter):
     """Drafts one position before the committed end, over the newest accepted token's keys and values."""
 
-    def propose(self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken) -> Draft:
+    def propose(self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken, *rest: Any) -> Draft:
         cache.committed -= 1
-        draft = super().propose(last, cache, k, choose)
+        draft = super().propose(last, cache, k, choose, *rest)
         cache.committed += 1
         return draft
 
@@ -91,8 +91,8 @@ class RollsBackOneTooFar(LayerSkipDrafter):
 class SkipsTheFinalNorm(LayerSkipDrafter):
     """Drafts badly; what is drafted must not matter."""
 
-    def propose(self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken) -> Draft:
-        return super().propose(last, cache, k, lambda logits, offset: choose(-logits, offset))
+    def propose(self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken, *rest: Any) -> Draft:
+        return super().propose(last, cache, k, lambda logits, offset: choose(-logits, offset), *rest)
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fast"])

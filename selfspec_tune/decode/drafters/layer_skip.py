@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec_tune.decode.drafters import ChooseToken, Draft
+from selfspec_tune.decode.drafters import ChooseToken, Draft, Drafter, Enough, Source, never
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder
 
 
-class LayerSkipDrafter:
+class LayerSkipDrafter(Drafter):
     """Draft with layers 0..E of the model itself.
 
     Args:
@@ -32,21 +32,26 @@ class LayerSkipDrafter:
         self.decoder = decoder
         self.exit_layer: int | None = exit_layer
 
-    def propose(self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken) -> Draft:
+    def propose(
+        self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken, source: Source, enough: Enough = never
+    ) -> Draft:
         """Draft k tokens; the last one runs through the early layers too, as its keys and hidden state are needed."""
         decoder, exit_layer = self.decoder, self.exit_layer
         assert exit_layer is not None
         tokens, probabilities, states = [], [], []
         token = last
+        drafting = True
         for offset in range(k + 1):
             positions = cache.committed[:, None] + offset
             hidden = decoder.run_layers(decoder.embed(token[:, None]), positions, cache, 0, exit_layer)
             states.append(hidden)
-            if offset < k:
-                token, q = choose(decoder.logits(hidden)[:, 0], offset)
-                tokens.append(token)
-                if q is not None:
-                    probabilities.append(q)
+            if not drafting:
+                break
+            token, q = choose(decoder.logits(hidden)[:, 0], offset)
+            tokens.append(token)
+            if q is not None:
+                probabilities.append(q)
+            drafting = len(tokens) < k and not enough()
         return Draft(
             tokens=torch.stack(tokens, 1),
             probabilities=torch.stack(probabilities, 1) if probabilities else None,
