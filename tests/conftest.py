@@ -8,10 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from selfspec_kernels import cpu
 from tiny import byte_tokenizer, tiny_model
 
 # Tiny models gain nothing from threads, and on a busy machine every barrier waits for the slowest.
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def reference_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute as on a machine for which no op is compiled."""
+    monkeypatch.setattr(cpu, "available", lambda: False)
+
+
+@pytest.fixture(params=["compiled", "reference"])
+def both_ops(request: pytest.FixtureRequest) -> None:
+    """Run a test with the compiled ops and with the reference."""
+    if request.param == "reference":
+        request.getfixturevalue("reference_ops")
 
 
 @pytest.fixture(scope="session")

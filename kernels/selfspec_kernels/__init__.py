@@ -1,8 +1,25 @@
-"""Operations of self-speculative decoding, one name per op. Knows torch (and, on GPUs, triton) only.
+"""Operations of self-speculative decoding, one name per op. Knows torch, numba (CPU) and triton (GPU) only.
 
-Every op runs its PyTorch reference today; a Triton version of an op joins under the same name and signature.
+`ops` says which implementation of an op runs: `cpu` holds the compiled ones, `reference` the PyTorch oracles.
 """
 
+from selfspec_kernels import cpu
+from selfspec_kernels.ops import Mode, Norm, compiled, few_row_linear, rope_kv_write
 from selfspec_kernels.reference import BLOCK, ragged_attention, visibility_bias
+from selfspec_kernels.weights import GROUP, PackedWeight, pack, packable
 
-__all__ = ["BLOCK", "ragged_attention", "visibility_bias"]
+__all__ = [
+    "BLOCK",
+    "GROUP",
+    "Mode",
+    "Norm",
+    "PackedWeight",
+    "compiled",
+    "cpu",
+    "few_row_linear",
+    "pack",
+    "packable",
+    "ragged_attention",
+    "rope_kv_write",
+    "visibility_bias",
+]

@@ -1,7 +1,7 @@
-"""PyTorch oracles: what every kernel must compute, written to be read.
+"""PyTorch oracles: what every kernel must compute, written to be read. They run where nothing is compiled.
 
-`ragged_attention` is also the op that runs on CPUs. Its point is not speed but that a row's bits depend on nothing
-but that row: not on the cache's capacity, the live length of other rows, or how many rows the call has.
+The point of `ragged_attention` is not speed but that a row's bits depend on nothing but that row: not on the cache's
+capacity, the live length of other rows, or how many rows the call has.
 """
 
 from __future__ import annotations
@@ -10,11 +10,66 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selfspec_kernels.weights import PackedWeight
+
 BLOCK = 128
 """Cache slots reduced together. A power of two; changing it changes bits."""
 
 ROW_MULTIPLE = 8
 """Query rows (G·T) of one product are padded to a multiple of this: libraries give small odd counts other bits."""
+
+
+def few_row_linear(
+    inputs: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    gated: bool,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    widen: bool = False,
+) -> Tensor:
+    """See `selfspec_kernels.few_row_linear`; `widen` computes the product in fp32 and rounds it once."""
+    dtype = inputs.dtype
+    if norm is not None:
+        inputs = F.rms_norm(inputs, norm[0].shape, *norm)
+    if gated:
+        gate, up = inputs.chunk(2, -1)
+        inputs = F.silu(gate).mul_(up)
+    if isinstance(weight, PackedWeight):
+        weight = weight.dequantised() if widen else weight.dequantised().to(dtype)
+    if widen:
+        # The widened weight lives for this call only.
+        product = F.linear(inputs.float(), weight.float(), None if bias is None else bias.float()).to(dtype)
+    else:
+        product = F.linear(inputs, weight, bias)
+    return (product if residual is None else residual + product).to(out_dtype)
+
+
+def rope_kv_write(
+    heads: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    written: int,
+    rotary: tuple[Tensor, Tensor],
+    num_heads: int,
+    norms: tuple[tuple[Tensor, float], tuple[Tensor, float]] | None,
+) -> Tensor:
+    """See `selfspec_kernels.rope_kv_write`."""
+    batch, rows = positions.shape
+    num_kv_heads, size = keys.shape[1], keys.shape[3]
+    query, key, value = heads.view(batch, rows, -1, size).split((num_heads, num_kv_heads, num_kv_heads), 2)
+    if norms is not None:
+        query, key = (F.rms_norm(x, norm[0].shape, *norm) for x, norm in zip((query, key), norms, strict=True))
+    # [B, T, 1, D], shared by all heads.
+    cos, sin = (table[positions][:, :, None] for table in rotary)
+    query, key = (torch.addcmul(x * cos, x.roll(size // 2, -1), sin) for x in (query.float(), key.float()))
+    sequences, slots = torch.arange(batch, device=positions.device)[:, None], positions[:, :written]
+    keys.transpose(1, 2)[sequences, slots] = key[:, :written].to(keys.dtype)
+    values.transpose(1, 2)[sequences, slots] = value[:, :written].to(values.dtype)
+    return query
 
 
 def visibility_bias(positions: Tensor, num_blocks: int, group: int, window: int | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from selfspec_kernels import BLOCK, ragged_attention, visibility_bias
+from selfspec_kernels import BLOCK, Mode, Norm, cpu, ragged_attention, rope_kv_write, visibility_bias
 from torch import Tensor
 
 from selfspec_tune.model.cache import SharedKVCache, blocks_for
@@ -25,9 +25,10 @@ class Step:
         cache: the shared cache; grown here when the rows outgrow it.
         positions: [B, T] rotary positions, which are also the slots; padding rows repeat a real row's position.
         num_written: of the T rows, how many (the first ones) write their keys and values; padding rows write nothing.
-        rotary: (cos, sin) tables, fp32 [max positions, D]; sin is negated in its first half (see `rotate`).
+        rotary: (cos, sin) tables, fp32 [max positions, D]; sin is negated in its first half.
         exact: fixed blocks (bits independent of capacity, length and neighbours) or one product over the live span.
-        many_rows: a prefill; its products may use another arithmetic than decoding's (`layer.widened_product`).
+            Compiled attention is exact and the fastest, and serves both.
+        mode: arithmetic of the pass, see `selfspec_kernels.ops.Mode`.
     """
 
     def __init__(
@@ -38,28 +39,30 @@ class Step:
         rotary: tuple[Tensor, Tensor],
         *,
         exact: bool,
-        many_rows: bool,
+        mode: Mode,
         start: int,
         stop: int,
     ) -> None:
-        self.cache, self.positions, self.exact, self.many_rows = cache, positions, exact, many_rows
+        self.cache, self.positions, self.exact, self.mode = cache, positions.contiguous(), exact, mode
         ends = [int(end) + 1 for end in positions[:, :num_written].amax(1).tolist()]
         live = max(ends)
         cache.reserve(live)
         self.num_slots = blocks_for(live) * BLOCK if exact else live
-        cache.clear_stale(ends, self.num_slots, start, stop)
+        if mode != "compiled":
+            cache.clear_stale(ends, self.num_slots, start, stop)
         rows = torch.arange(cache.batch_size, device=positions.device)[:, None]
         self.slots = (rows * cache.capacity + positions[:, :num_written]).flatten()
         self.num_written = num_written
-        # [B, T, 1, D], shared by all heads.
-        self.cos, self.sin = (table[positions][:, :, None] for table in rotary)
+        self.rotary = rotary
         self._biases: dict[int | None, Tensor] = {}
         self._all_visible = positions.shape == (1, 1)
 
-    def rotate(self, heads: Tensor) -> Tensor:
-        """Rotary embedding of fp32 heads [B, T, H, D] (arXiv 2104.09864, half-split layout)."""
-        half = heads.shape[-1] // 2
-        return torch.addcmul(heads * self.cos, heads.roll(half, -1), self.sin)
+    def rotate_and_write(self, layer: int, heads: Tensor, num_heads: int, norms: tuple[Norm, Norm] | None) -> Tensor:
+        """Rotate queries and keys of [B, T, (H + 2 Hkv) · D], write keys and values; return queries [B, T, H, D]."""
+        keys, values = self.cache.read(layer, self.cache.capacity)
+        return rope_kv_write(
+            heads, keys, values, self.positions, self.num_written, self.rotary, num_heads, norms, mode=self.mode
+        )
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write the real rows' keys and values [B, T, Hkv, D] into one layer of the cache."""
@@ -68,6 +71,9 @@ class Step:
 
     def attend(self, layer: int, query: Tensor, scale: float, window: int | None, dtype: torch.dtype) -> Tensor:
         """Attention of rotated queries [B, T, H, D] over one layer of the cache → [B, T, H·D] in `dtype`."""
+        if self.mode == "compiled":
+            keys, values = self.cache.read(layer, self.cache.capacity)
+            return cpu.ragged_attention(query, keys, values, self.positions, scale, window, dtype)
         keys, values = self.cache.read(layer, self.num_slots)
         if self.exact:
             return ragged_attention(query, keys, values, self._bias(window), scale).flatten(2).to(dtype)

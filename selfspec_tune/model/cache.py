@@ -20,19 +20,31 @@ class SharedKVCache:
         family: layer count and head shapes.
         batch_size: rows B.
         capacity: slots per row wanted at first; rounded up to whole blocks and doubled when outgrown.
+        extra_layers: layers of a drafter's own, stored after the model's.
     """
 
     def __init__(
-        self, family: Family, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self,
+        family: Family,
+        batch_size: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        extra_layers: int = 0,
     ) -> None:
         self.family = family
         self.batch_size = batch_size
         self.committed = torch.zeros(batch_size, dtype=torch.long, device=device)
         slots = blocks_for(capacity) * BLOCK
         # [L, 2, Hkv, B, S, D]: a layer's keys (or values) of all rows are one flat run of B·S slots per head.
-        self._storage = torch.zeros(
-            family.num_layers, 2, family.num_kv_heads, batch_size, slots, family.head_size, dtype=dtype, device=device
-        )
+        shape = (family.num_layers + extra_layers, 2, family.num_kv_heads, batch_size, slots, family.head_size)
+        self._storage = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers stored: the model's L, then extra ones."""
+        return self._storage.shape[0]
 
     @property
     def capacity(self) -> int:

@@ -7,17 +7,20 @@ know what a draft is: the engine decides which layers run on which tokens.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from selfspec_kernels import Mode, compiled, few_row_linear
 from torch import Tensor
 
 from selfspec_tune.model import attention, load
 from selfspec_tune.model.attention import InterfaceCache, Step
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.families import describe
-from selfspec_tune.model.layer import FusedLayer, rms_norm, rms_norm_of
+from selfspec_tune.model.layer import FusedLayer, rms_norm_of, widens
 from selfspec_tune.model.rows import ANY_ROWS, RowCounts, repeat_last
 
 PREFILL_CHUNK = 128
@@ -27,7 +30,20 @@ SPARE_POSITIONS = 64
 """Positions beyond the context: a finished row of a batch still drafts there, and nothing of it is kept."""
 
 MANY_ROWS = 16
-"""Rows from which a prefill call may widen its weights."""
+"""Rows from which a prefill call is computed as a large matrix product, and may widen its weights."""
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Sees what passes from layer E - 1 to layer E in every pass that runs both.
+
+    Attributes:
+        layer: E, at least 1 and below the number of layers.
+        call: `call(hidden [B, T, d], positions [B, T], cache)`, with the real rows of the pass; padding is left out.
+    """
+
+    layer: int
+    call: Callable[[Tensor, Tensor, SharedKVCache], object]
 
 
 class LayeredDecoder:
@@ -40,6 +56,7 @@ class LayeredDecoder:
     Attributes:
         rows: row counts per sequence that calls are padded to; `ANY_ROWS` pads nothing.
         exact: attention in fixed blocks (True) or over the live span (False).
+        tap: a drafter's, for the requests in hand; None for none.
     """
 
     def __init__(self, model: Any, *, fused: bool = True) -> None:
@@ -50,6 +67,7 @@ class LayeredDecoder:
         self.num_layers = self.family.num_layers
         self.rows: RowCounts = ANY_ROWS
         self.exact = True
+        self.tap: Tap | None = None
         backbone = model.model
         self._embedding = backbone.embed_tokens
         self.final_norm = rms_norm_of(backbone.norm)
@@ -67,8 +85,27 @@ class LayeredDecoder:
             self._cache_argument = _cache_argument(self._layers[0])
 
     def new_cache(self, batch_size: int = 1, capacity: int = 512) -> SharedKVCache:
-        """Make an empty cache for `batch_size` rows."""
-        return SharedKVCache(self.family, batch_size, capacity, self.dtype, self.device)
+        """Make an empty cache for `batch_size` rows, with room for the layers added so far."""
+        extra = len(self._layers) - self.num_layers
+        return SharedKVCache(self.family, batch_size, capacity, self.dtype, self.device, extra_layers=extra)
+
+    def add_layer(self, module: Any, like: int) -> int:
+        """Add a layer that the model's own passes do not run; returns its index, for `run_layers` and the cache.
+
+        Args:
+            module: a transformers decoder layer of the model's architecture, dtype and device, used in place.
+            like: the layer whose attention window it has.
+
+        Caches made before have no room for it.
+        """
+        index = len(self._layers)
+        if self.fused:
+            windows = self.family.windows[: self.num_layers] + (self.family.windows[like],) * (index + 1)
+            self._layers.append(FusedLayer(module, index, replace(self.family, windows=windows)))
+        else:
+            module.self_attn.layer_idx = index
+            self._layers.append(module)
+        return index
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [B, T] → hidden states [B, T, d]."""
@@ -81,15 +118,18 @@ class LayeredDecoder:
 
         With `pad`, the call has a certified number of rows: the last row is repeated, and the copies write nothing.
         Without, it is a prefill: plain and speculative decoding share its results, so any arithmetic is exact.
+        A `tap` between two of the layers is called on the way.
         """
         num_rows = hidden.shape[1]
         padded = self.rows.padded(num_rows) if pad else num_rows
         hidden, positions = repeat_last(hidden, padded), repeat_last(positions, padded)
         step = self.step(positions, num_rows, cache, start, stop, many_rows=not pad)
-        hidden = (
-            self._run_fused(hidden, step, start, stop) if self.fused else self._run_modules(hidden, step, start, stop)
-        )
-        return hidden[:, :num_rows]
+        run = self._run_fused if self.fused else self._run_modules
+        if self.tap is not None and start < self.tap.layer < stop:
+            hidden = run(hidden, step, start, self.tap.layer)
+            self.tap.call(hidden[:, :num_rows], positions[:, :num_rows], cache)
+            start = self.tap.layer
+        return run(hidden, step, start, stop)[:, :num_rows]
 
     def step(
         self,
@@ -102,17 +142,25 @@ class LayeredDecoder:
         many_rows: bool = False,
     ) -> Step:
         """Prepare one pass over layers start..stop at positions [B, T], of which the first `num_written` are real."""
-        many_rows = many_rows and positions.shape[1] >= MANY_ROWS
         return Step(
             cache,
             positions,
             num_written,
             self._rotary,
             exact=self.exact,
-            many_rows=many_rows,
+            mode=self.mode(positions.shape[1], many_rows=many_rows),
             start=start,
             stop=stop,
         )
+
+    def mode(self, num_rows: int, *, many_rows: bool) -> Mode:
+        """Return the arithmetic of a call of `num_rows` rows per sequence; `many_rows` says that it is a prefill.
+
+        All calls of decoding use one arithmetic. A prefill's results are shared by plain and speculative decoding.
+        """
+        if many_rows and num_rows >= MANY_ROWS:
+            return "wide" if widens(self) else "reference"
+        return "compiled" if self.fused and compiled(self.head[0]) else "reference"
 
     def products(self, layer: int) -> list[tuple[Tensor, Tensor | None]]:
         """Return (weight [N, K], bias [N] or None) of every linear product that runs in a layer."""
@@ -121,13 +169,14 @@ class LayeredDecoder:
         linears = [module for module in self._layers[layer].modules() if isinstance(module, torch.nn.Linear)]
         return [(linear.weight, linear.bias) for linear in linears]
 
-    def logits(self, hidden: Tensor, *, pad: bool = True) -> Tensor:
-        """Final norm and language-model head: [B, T, d] → fp32 [B, T, V]."""
+    def logits(self, hidden: Tensor, *, pad: bool = True, norm: tuple[Tensor, float] | None = None) -> Tensor:
+        """Final norm (or `norm` in its place) and language-model head: [B, T, d] → fp32 [B, T, V]."""
         num_rows = hidden.shape[1]
         padded = self.rows.padded(num_rows) if pad else num_rows
         hidden = repeat_last(hidden, padded)
-        logits = F.linear(rms_norm(hidden, self.final_norm), *self.head)
-        return logits[:, :num_rows].float()
+        mode = self.mode(padded, many_rows=not pad)
+        logits = few_row_linear(hidden, *self.head, norm=norm or self.final_norm, out_dtype=torch.float32, mode=mode)
+        return logits[:, :num_rows]
 
     def prefill(self, tokens: Tensor, cache: SharedKVCache) -> Tensor:
         """Run a prompt [1, T] in chunks into a batch-1 cache and commit it; returns its last hidden state [1, 1, d]."""
@@ -145,9 +194,10 @@ class LayeredDecoder:
         return hidden
 
     def _run_modules(self, hidden: Tensor, step: Step, start: int, stop: int) -> Tensor:
-        half = step.sin.shape[-1] // 2
-        sin = torch.cat((-step.sin[..., :half], step.sin[..., half:]), -1)
-        embeddings = (step.cos[:, :, 0].to(hidden.dtype), sin[:, :, 0].to(hidden.dtype))
+        cos, sin = (table[step.positions] for table in step.rotary)
+        half = sin.shape[-1] // 2
+        sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        embeddings = (cos.to(hidden.dtype), sin.to(hidden.dtype))
         cache = InterfaceCache(step)
         for layer in self._layers[start:stop]:
             hidden = layer(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from selfspec_kernels import Norm, few_row_linear
 from torch import Tensor, nn
 
 from selfspec_tune.model.attention import Step
@@ -33,22 +34,19 @@ class FusedLayer:
         self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
         self.input_norm = rms_norm_of(layer.input_layernorm)
         self.mlp_norm = rms_norm_of(layer.post_attention_layernorm)
-        self.query_norm = rms_norm_of(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self.key_norm = rms_norm_of(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.head_norms: tuple[Norm, Norm] | None = None
+        if hasattr(attention, "q_norm"):
+            self.head_norms = rms_norm_of(attention.q_norm), rms_norm_of(attention.k_norm)
 
     def __call__(self, hidden: Tensor, step: Step) -> Tensor:
         """Run [B, T, d] hidden states through the layer, writing and reading its part of the cache."""
-        product = widened_product if step.many_rows and widens(hidden) else F.linear
-        heads = product(rms_norm(hidden, self.input_norm), self.qkv, self.qkv_bias)
-        heads = heads.view(*hidden.shape[:2], -1, self.head_size)
-        first_value = self.num_heads + self.num_kv_heads
-        rotated = step.rotate(self._normed(heads[:, :, :first_value]).float())
-        step.write(self.index, rotated[:, :, self.num_heads :], heads[:, :, first_value:])
-        mixed = step.attend(self.index, rotated[:, :, : self.num_heads], self.scale, self.window, hidden.dtype)
-        hidden = hidden + product(mixed, self.out, self.out_bias)
-
-        gate, up = product(rms_norm(hidden, self.mlp_norm), self.gate_up, self.gate_up_bias).chunk(2, -1)
-        return hidden + product(F.silu(gate).mul_(up), self.down, self.down_bias)
+        mode = step.mode
+        heads = few_row_linear(hidden, self.qkv, self.qkv_bias, norm=self.input_norm, mode=mode)
+        query = step.rotate_and_write(self.index, heads, self.num_heads, self.head_norms)
+        mixed = step.attend(self.index, query, self.scale, self.window, hidden.dtype)
+        hidden = few_row_linear(mixed, self.out, self.out_bias, residual=hidden, mode=mode)
+        gate_up = few_row_linear(hidden, self.gate_up, self.gate_up_bias, norm=self.mlp_norm, mode=mode)
+        return few_row_linear(gate_up, self.down, self.down_bias, gated=True, residual=hidden, mode=mode)
 
     def products(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return (weight, bias) of the layer's four products."""
@@ -58,12 +56,6 @@ class FusedLayer:
             (self.gate_up, self.gate_up_bias),
             (self.down, self.down_bias),
         ]
-
-    def _normed(self, query_key: Tensor) -> Tensor:
-        if self.query_norm is None or self.key_norm is None:
-            return query_key
-        query, key = query_key[:, :, : self.num_heads], query_key[:, :, self.num_heads :]
-        return torch.cat((rms_norm(query, self.query_norm), rms_norm(key, self.key_norm)), 2)
 
 
 def widens(of: Any) -> bool:
@@ -75,12 +67,6 @@ def widens(of: Any) -> bool:
 def cpu_multiplies_bf16() -> bool:
     """Whether this CPU's library has bf16 products; without, they are several times slower than fp32 ones."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def widened_product(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` in fp32, rounded once; the widened weight lives for this call only."""
-    wide_bias = None if bias is None else bias.float()
-    return F.linear(inputs.float(), weight.float(), wide_bias).to(inputs.dtype)
 
 
 def rms_norm_of(module: Any) -> tuple[Tensor, float]:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
-from selfspec_kernels import BLOCK
+from selfspec_kernels import BLOCK, few_row_linear
 from torch import Tensor
 
 from selfspec_tune.errors import UserError
@@ -215,7 +214,7 @@ class ProductProbe:
     def __init__(
         self, decoder: LayeredDecoder, batch_size: int, max_rows: int, weight: Tensor, bias: Tensor | None
     ) -> None:
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.mode = weight, bias, decoder.mode(1, many_rows=False)
         generator = torch.Generator().manual_seed(weight.shape[0])
         inputs = torch.randn(batch_size, max_rows, weight.shape[1], generator=generator)
         self.inputs = inputs.to(decoder.device, decoder.dtype)
@@ -228,7 +227,7 @@ class ProductProbe:
         firsts = range(num_rows) if thorough else sorted({0, 1, *range(0, num_rows, count)})
         for first in firsts:
             order = [(first + index) % num_rows for index in range(count)]
-            outputs = F.linear(self.inputs[:, order], self.weight, self.bias)
+            outputs = few_row_linear(self.inputs[:, order], self.weight, self.bias, mode=self.mode)
             for index, position in enumerate(order):
                 known = results[position]
                 if known is None:

@@ -49,6 +49,7 @@ def forced(engine: Engine, request: Request, plain: Completion, k: int, exit_lay
     return completions[0]
 
 
+@pytest.mark.usefixtures("both_ops")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("exit_layer", [None, 1, 3, 5])
 def test_every_acceptance_at_lengths_from_120_to_700(dtype, exit_layer):
@@ -107,6 +108,7 @@ def test_neighbours_in_the_batch_do_not_change_a_bit(dtype):
         assert differences(completion, other) == []
 
 
+@pytest.mark.usefixtures("both_ops")
 @pytest.mark.parametrize("exit_layer", [None, 3])
 def test_rollback_with_every_stale_slot_poisoned(exit_layer):
     def poison(cache: SharedKVCache) -> None:
@@ -128,14 +130,14 @@ class TestBrokenEnginesAreCaught:
         plain = engine.generate([request], GREEDY)[0][0]
         return differences(plain, forced(engine, request, plain, k, 3))
 
-    def test_attention_over_the_live_span(self):
+    def test_attention_over_the_live_span(self, reference_ops):
         engine = engine_for(torch.float32)
         counts = engine.rows
         engine.numerics = "fast"  # attention over the live span ...
         engine.rows = counts  # ... but certified row counts
         assert self.run(engine)
 
-    def test_unpadded_rows_in_fp32(self):
+    def test_unpadded_rows_in_fp32(self, reference_ops):
         engine = engine_for(torch.float32)
         if engine.rows.counts[0] == 1:
             pytest.skip("on this machine every fp32 row count gives equal bits")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from selfspec_kernels import cpu
 from tiny import tiny_model
 
 from selfspec_tune.errors import UserError
@@ -26,6 +27,7 @@ def test_counts_tried():
     assert tried_counts(4) == [1, 2, 3, 4, 8]
 
 
+@pytest.mark.usefixtures("both_ops")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_certified_counts_hold_at_every_alignment(dtype):
@@ -36,7 +38,7 @@ def test_certified_counts_hold_at_every_alignment(dtype):
     assert set(at_length[0].counts) <= set(range(1, 17)) and at_length[0].counts[-1] >= 9
 
 
-def test_a_product_that_depends_on_the_number_of_rows_is_seen(monkeypatch):
+def test_a_product_that_depends_on_the_number_of_rows_is_seen(monkeypatch, reference_ops):
     decoder = LayeredDecoder(tiny_model())
     genuine = F.linear
 
@@ -53,7 +55,7 @@ def test_a_product_that_depends_on_the_number_of_rows_is_seen(monkeypatch):
     assert {n for c in before for n in c.counts} - {3} == {n for c in after for n in c.counts} - {3}
 
 
-def test_a_product_that_depends_on_the_row_index_is_seen(monkeypatch):
+def test_a_product_that_depends_on_the_row_index_is_seen(monkeypatch, reference_ops):
     decoder = LayeredDecoder(tiny_model())
     genuine = F.linear
 
@@ -68,7 +70,7 @@ def test_a_product_that_depends_on_the_row_index_is_seen(monkeypatch):
         assert certify(decoder, batch_size=1, max_rows=4) == []
 
 
-def test_differences_that_bf16_rounding_hides_in_the_layers_output_are_seen(monkeypatch):
+def test_differences_that_bf16_rounding_hides_in_the_layers_output_are_seen(monkeypatch, reference_ops):
     """Attention that depends on its rows only in fp32's last bits: rounded to bf16 it rarely shows, but it does."""
     decoder = LayeredDecoder(tiny_model().to(torch.bfloat16))
     from selfspec_tune.model import attention
@@ -84,7 +86,30 @@ def test_differences_that_bf16_rounding_hides_in_the_layers_output_are_seen(monk
         assert all(1 not in c.counts for c in certify(decoder, batch_size=1, max_rows=4))
 
 
-def test_attention_over_the_live_span_is_not_certified():
+def test_a_compiled_product_that_depends_on_the_number_of_rows_is_seen(monkeypatch):
+    decoder = LayeredDecoder(tiny_model())
+    genuine = cpu.few_row_linear
+
+    def few_row_linear(inputs, *rest):
+        out = genuine(inputs, *rest)
+        return out * (1 + 1e-6) if inputs.numel() // inputs.shape[-1] == 3 else out
+
+    monkeypatch.setattr(cpu, "few_row_linear", few_row_linear)
+    with torch.inference_mode():
+        assert all(3 not in c.counts or c.counts == (3,) for c in certify(decoder, batch_size=1, max_rows=4))
+
+
+def test_compiled_ops_give_every_row_count_the_same_bits():
+    """What makes exact numerics free on CPUs: no call is padded."""
+    for dtype in (torch.float32, torch.bfloat16):
+        decoder = LayeredDecoder(tiny_model().to(dtype))
+        for batch_size in (1, 3):
+            with torch.inference_mode():
+                [counts] = certify(decoder, batch_size=batch_size, max_rows=9)
+            assert counts.counts == tuple(range(1, 10))
+
+
+def test_attention_over_the_live_span_is_not_certified(reference_ops):
     """SDPA over the live span gives a row other bits when the span grows; the probe must notice somewhere."""
     decoder = LayeredDecoder(tiny_model())
     decoder.exact = False

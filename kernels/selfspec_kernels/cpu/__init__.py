@@ -1,0 +1,175 @@
+"""The ops on a CPU, compiled at their first call by numba (the extra `cpu`) and cached beside these files.
+
+Tensors go in by address. The bits of a result row depend on that row's inputs only (see `lanes`), so on CPUs every row
+count is one class. numba's cache looks only at the file a kernel stands in: after a change to `lanes` or `memory`,
+remove the `__pycache__` folders.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from selfspec_kernels.weights import PackedWeight
+
+FORMATS = {torch.float32: 0, torch.bfloat16: 1}
+PACKED_FORMATS = {8: 2, 4: 3}
+LEAST_WORK = 1 << 16
+"""Multiply-adds below which a call is not split over threads."""
+
+
+@cache
+def available() -> bool:
+    """Whether numba is installed."""
+    return find_spec("numba") is not None
+
+
+def runs(tensor: Tensor) -> bool:
+    """Whether these kernels can work on a tensor like this."""
+    return tensor.device.type == "cpu" and tensor.dtype in FORMATS and available()
+
+
+def few_row_linear(
+    inputs: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    gated: bool,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """See `selfspec_kernels.few_row_linear`."""
+    from selfspec_kernels.cpu import linear
+
+    width, size = weight.shape
+    inputs = inputs.contiguous()
+    rows = inputs.numel() // inputs.shape[-1]
+    out = torch.empty(*inputs.shape[:-1], width, dtype=out_dtype)
+    if isinstance(weight, PackedWeight):
+        data, scale, weight_format = weight.data, weight.scale.data_ptr(), PACKED_FORMATS[weight.bits]
+    else:
+        data, scale, weight_format = weight, 0, FORMATS[weight.dtype]
+    if residual is not None:
+        residual = residual.contiguous()
+    assert data.is_contiguous() and inputs.shape[-1] == size * (2 if gated else 1)
+    linear.few_row_linear(
+        inputs.data_ptr(),
+        norm[0].data_ptr() if norm else 0,
+        norm[1] if norm else 0.0,
+        gated,
+        FORMATS[inputs.dtype],
+        data.data_ptr(),
+        weight_format,
+        scale,
+        _address(bias),
+        _address(residual),
+        out.data_ptr(),
+        FORMATS[out_dtype],
+        rows,
+        size,
+        width,
+        _tasks(rows * size * width),
+    )
+    return out
+
+
+def rope_kv_write(
+    heads: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    written: int,
+    rotary: tuple[Tensor, Tensor],
+    num_heads: int,
+    norms: tuple[tuple[Tensor, float], tuple[Tensor, float]] | None,
+) -> Tensor:
+    """See `selfspec_kernels.rope_kv_write`."""
+    from selfspec_kernels.cpu import attention
+
+    batch, num_kv_heads, _, size = keys.shape
+    rows = positions.shape[1]
+    query = torch.empty(batch, rows, num_heads, size)
+    cos, sin = rotary
+    assert keys.stride() == values.stride() and keys.stride()[2:] == (size, 1) and positions.is_contiguous()
+    assert heads.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    attention.rope_kv_write(
+        heads.data_ptr(),
+        FORMATS[heads.dtype],
+        norms[0][0].data_ptr() if norms else 0,
+        norms[1][0].data_ptr() if norms else 0,
+        norms[0][1] if norms else 0.0,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        positions.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        query.data_ptr(),
+        batch,
+        rows,
+        written,
+        num_heads,
+        num_kv_heads,
+        size,
+        *keys.stride()[:2],
+    )
+    return query
+
+
+def ragged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """See `selfspec_kernels.ragged_attention`."""
+    from selfspec_kernels.cpu import attention
+
+    batch, rows, num_heads, size = query.shape
+    num_kv_heads = keys.shape[1]
+    out = torch.empty(batch, rows, num_heads * size, dtype=out_dtype)
+    query, positions = query.contiguous(), positions.contiguous()
+    attention.ragged_attention(
+        query.data_ptr(),
+        scale,
+        keys.data_ptr(),
+        values.data_ptr(),
+        FORMATS[keys.dtype],
+        positions.data_ptr(),
+        window or 0,
+        out.data_ptr(),
+        FORMATS[out_dtype],
+        batch,
+        rows,
+        num_heads,
+        num_kv_heads,
+        size,
+        *keys.stride()[:2],
+        _tasks(rows * batch * num_heads * size * keys.shape[2]),
+    )
+    return out
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _tasks(work: int) -> int:
+    """Parts to split a call of `work` multiply-adds in: as many as torch has threads, one for a small call."""
+    if work < LEAST_WORK:
+        return 1
+    return _use_threads(torch.get_num_threads())
+
+
+@cache
+def _use_threads(count: int) -> int:
+    import numba
+
+    count = min(count, numba.config.NUMBA_NUM_THREADS)
+    numba.set_num_threads(count)
+    return int(count)

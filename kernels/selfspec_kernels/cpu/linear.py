@@ -1,0 +1,175 @@
+"""`few_row_linear` on a CPU: up to some twenty rows against a weight matrix that is read once, whatever its format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit, prange
+
+from selfspec_kernels.cpu.lanes import make_tile
+from selfspec_kernels.cpu.memory import exp_row, load_row, pointer, store_row
+
+FLOAT32, BFLOAT16, INT8, INT4 = range(4)
+"""Weight formats; the first two are those of `memory`."""
+
+
+def _make_columns(weight_format: str, narrow: int) -> Any:
+    """Return `columns`; for one or two rows it takes `narrow` weight rows at a time, so that more of them are read."""
+    tile_4x2, tile_2, tile_1, tile_1x1 = (
+        make_tile(weight_format, rows, columns) for rows, columns in ((4, 2), (2, narrow), (1, narrow), (1, 1))
+    )
+
+    @njit
+    def columns(x, w, scale, out, rows, size, start, stop, w_stride, scale_stride, out_stride):  # type: ignore[no-untyped-def]
+        whole = start + (stop - start) // 4 * 4
+        for block in range(start, whole, 4):
+            row = 0
+            while row + 4 <= rows:
+                inputs = x + row * size * 4
+                for first in range(block, block + 4, 2):
+                    weights, scales, outputs = w + first * w_stride, scale + first * scale_stride, out + first * 4
+                    outputs += row * out_stride * 4
+                    tile_4x2(inputs, weights, scales, outputs, size, size, w_stride, scale_stride, out_stride)
+                row += 4
+            while row < rows:
+                inputs, two = x + row * size * 4, row + 2 <= rows
+                for first in range(block, block + 4, narrow):
+                    weights, scales, outputs = w + first * w_stride, scale + first * scale_stride, out + first * 4
+                    outputs += row * out_stride * 4
+                    if two:
+                        tile_2(inputs, weights, scales, outputs, size, size, w_stride, scale_stride, out_stride)
+                    else:
+                        tile_1(inputs, weights, scales, outputs, size, size, w_stride, scale_stride, out_stride)
+                row += 2
+        for first in range(whole, stop):
+            weights, scales, outputs = w + first * w_stride, scale + first * scale_stride, out + first * 4
+            for row in range(rows):
+                inputs, output = x + row * size * 4, outputs + row * out_stride * 4
+                tile_1x1(inputs, weights, scales, output, size, size, w_stride, scale_stride, out_stride)
+
+    return columns
+
+
+columns_float32 = _make_columns("float32", 4)
+"""`columns(x, w, scale, out, rows, size, start, stop, w_stride, scale_stride, out_stride)`: out[:, start:stop] of a
+product of fp32 rows [rows, size] at address x with the rows of w; strides as in `lanes.make_tile`."""
+columns_bfloat16 = _make_columns("bfloat16", 4)
+_columns_int8 = _make_columns("int8", 4)
+_columns_int4 = _make_columns("int4", 2)
+
+
+@njit
+def _normalise(row, norm, number_format, eps, scratch):  # type: ignore[no-untyped-def]
+    """RMSNorm of an fp32 row, in place."""
+    address, square = row.ctypes.data, scratch[0:1]
+    columns_float32(address, address, 0, square.ctypes.data, 1, row.size, 0, 1, 0, 0, 0)
+    factor = np.float32(1.0) / np.sqrt(square[0] / np.float32(row.size) + np.float32(eps))
+    weight = np.empty(row.size, np.float32)
+    load_row(norm, number_format, weight)
+    for i in range(row.size):
+        row[i] = row[i] * factor * weight[i]
+
+
+@njit
+def _gate(row, gate_up, number_format):  # type: ignore[no-untyped-def]
+    """Fill an fp32 row with silu(gate) · up from 2 · row.size numbers at address `gate_up`."""
+    both = np.empty(2 * row.size, np.float32)
+    load_row(gate_up, number_format, both)
+    for i in range(row.size):
+        row[i] = -both[i]
+    exp_row(row)
+    for i in range(row.size):
+        silu = both[i] / (np.float32(1.0) + row[i]) if both[i] > np.float32(-87.0) else np.float32(0.0)
+        row[i] = silu * both[row.size + i]
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def few_row_linear(  # type: ignore[no-untyped-def]
+    x,
+    norm,
+    eps,
+    gated,
+    number_format,
+    w,
+    weight_format,
+    scale,
+    bias,
+    residual,
+    out,
+    out_format,
+    rows,
+    size,
+    width,
+    tasks,
+):
+    """out = residual + inputs · wᵀ + bias, where the inputs are x, RMSNorm(x) or silu(gate) · up.
+
+    Args:
+        x: address of [rows, size] numbers, [rows, 2 · size] if `gated`.
+        norm: address of the norm's weights, or 0.
+        number_format: of x, norm, bias and residual: `memory.FLOAT32` or `BFLOAT16`.
+        w, scale: address of the weights [width, size] in `weight_format` and of their scales.
+        bias, residual: addresses of [width] and [rows, width], or 0.
+        out: address of [rows, width] in `out_format`.
+        tasks: parts the columns are split in; they run on numba's threads.
+    """
+    inputs = np.empty((rows, size), np.float32)
+    scratch = np.empty(1, np.float32)
+    bytes_each = 4 if number_format == FLOAT32 else 2
+    for row in range(rows):
+        if gated:
+            _gate(inputs[row], x + row * 2 * size * bytes_each, number_format)
+        else:
+            load_row(x + row * size * bytes_each, number_format, inputs[row])
+        if norm != 0:
+            _normalise(inputs[row], norm, number_format, eps, scratch)
+
+    direct = out_format == FLOAT32 and bias == 0 and residual == 0
+    held = np.empty((1, 1) if direct else (rows, width), np.float32)
+    part = ((width + tasks - 1) // tasks + 3) // 4 * 4
+    for task in prange(tasks):
+        start, stop = task * part, min(width, (task + 1) * part)
+        if start < stop:
+            # Taken here, so that the arrays live until the last part is done.
+            inputs_at, held_at = inputs.ctypes.data, out if direct else held.ctypes.data
+            if weight_format == FLOAT32:
+                columns_float32(inputs_at, w, 0, held_at, rows, size, start, stop, size * 4, 0, width)
+            elif weight_format == BFLOAT16:
+                columns_bfloat16(inputs_at, w, 0, held_at, rows, size, start, stop, size * 2, 0, width)
+            elif weight_format == INT8:
+                _columns_int8(inputs_at, w, scale, held_at, rows, size, start, stop, size, 4, width)
+            else:
+                _columns_int4(inputs_at, w, scale, held_at, rows, size, start, stop, size // 2, size // 8, width)
+            if not direct:
+                for row in range(rows):
+                    _finish(
+                        held[row, start:stop],
+                        row * width + start,
+                        start,
+                        bias,
+                        residual,
+                        number_format,
+                        out,
+                        out_format,
+                    )
+
+
+@njit
+def _finish(row, position, column, bias, residual, number_format, out, out_format):  # type: ignore[no-untyped-def]
+    """Add bias and residual to part of a row of products, and write it to element `position` of out."""
+    bytes_each = 4 if number_format == FLOAT32 else 2
+    other = np.empty(row.size, np.float32)
+    if bias != 0:
+        load_row(bias + column * bytes_each, number_format, other)
+        for i in range(row.size):
+            row[i] += other[i]
+    if residual != 0:
+        if out_format == BFLOAT16:  # the product is rounded before it is added, as in a layer of separate operations
+            rounded = carray(pointer(out + position * 2), (row.size,), np.uint16)
+            store_row(rounded.ctypes.data, BFLOAT16, row)
+            load_row(rounded.ctypes.data, BFLOAT16, row)
+        load_row(residual + position * bytes_each, number_format, other)
+        for i in range(row.size):
+            row[i] += other[i]
+    store_row(out + position * (4 if out_format == FLOAT32 else 2), out_format, row)

@@ -1,0 +1,93 @@
+"""Weights in 8 or 4 bits, for drafts: symmetric, weight-only, scales in fp32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+"""Weights of a row that share a scale in 4 bits."""
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [N, K] in low precision.
+
+    Attributes:
+        shape: (N, K).
+        bits: 8: int8 [N, K] with one scale per row [N]. 4: uint8 [N, K / 2] with one scale per `GROUP` [N, K / GROUP];
+            byte j of a group holds weight j in its low half and weight j + 16 in its high half, each plus 8.
+        data, scale: as above, contiguous.
+    """
+
+    shape: tuple[int, int]
+    bits: int
+    data: Tensor
+    scale: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory taken."""
+        return self.data.numel() + 4 * self.scale.numel()
+
+    def dequantised(self) -> Tensor:
+        """Return the weights as fp32 [N, K]."""
+        rows, size = self.shape
+        if self.bits == 8:
+            return self.data.float() * self.scale[:, None]
+        packed = self.data.view(rows, size // GROUP, GROUP // 2)
+        values = torch.cat((packed & 15, packed >> 4), -1).float() - 8
+        return (values * self.scale[..., None]).view(rows, size)
+
+
+def packable(weight: Tensor, bits: int) -> str:
+    """Return why a weight cannot be packed, or ""."""
+    if bits == 4 and weight.shape[1] % GROUP:
+        return f"its {weight.shape[1]} inputs are no multiple of the group size {GROUP}"
+    return ""
+
+
+def pack(weight: Tensor, bits: int) -> PackedWeight:
+    """Quantise [N, K] to 8 or 4 bits, each scale chosen for the least squared error among a few.
+
+    Raises:
+        ValueError: the shape cannot be packed (see `packable`).
+    """
+    if packable(weight, bits):
+        raise ValueError(packable(weight, bits))
+    rows, size = weight.shape
+    limit = 2 ** (bits - 1) - 1
+    groups = weight.float().view(rows, -1, GROUP if bits == 4 else size)
+    scale, levels = _best_scale(groups, limit)
+    if bits == 8:
+        return PackedWeight((rows, size), 8, levels.to(torch.int8).view(rows, size), scale.view(rows).contiguous())
+    unsigned = (levels + 8).to(torch.uint8)
+    packed = unsigned[..., : GROUP // 2] | (unsigned[..., GROUP // 2 :] << 4)
+    return PackedWeight((rows, size), 4, packed.reshape(rows, size // 2), scale.view(rows, -1).contiguous())
+
+
+def _best_scale(groups: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+    """Return scales [N, G] and levels [N, G, size] in −limit − 1..limit.
+
+    The largest magnitude is tried at the upper and at the lower end (which has one level more), and shrunk a little:
+    clipping one weight is often the smaller error.
+    """
+    index = groups.abs().argmax(-1, keepdim=True)
+    extreme = groups.gather(-1, index)
+    best_error, best_scale, best_levels = None, None, None
+    for divisor in (limit, -(limit + 1), limit * 1.12, -(limit + 1) * 1.12):
+        scale = extreme / divisor
+        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        levels = (groups / scale).round().clamp(-limit - 1, limit)
+        error = (levels * scale - groups).square().sum(-1, keepdim=True)
+        if best_error is None or best_scale is None or best_levels is None:
+            best_error, best_scale, best_levels = error, scale, levels
+        else:
+            better = error < best_error
+            best_error = torch.where(better, error, best_error)
+            best_scale = torch.where(better, scale, best_scale)
+            best_levels = torch.where(better, levels, best_levels)
+    assert best_scale is not None and best_levels is not None
+    return best_scale.squeeze(-1), best_levels
