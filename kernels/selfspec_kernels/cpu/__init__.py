@@ -55,7 +55,7 @@ def few_row_linear(
     if residual is not None:
         residual = residual.contiguous()
     assert data.is_contiguous() and inputs.shape[-1] == size * (2 if gated else 1)
-    linear.few_row_linear(
+    arguments = (
         inputs.data_ptr(),
         norm[0].data_ptr() if norm else 0,
         norm[1] if norm else 0.0,
@@ -71,8 +71,12 @@ def few_row_linear(
         rows,
         size,
         width,
-        _tasks(rows * size * width),
     )
+    tasks = _tasks(rows * size * width)
+    if tasks == 1:
+        linear.few_row_linear_serial(*arguments)
+    else:
+        linear.few_row_linear_parallel(*arguments, tasks)
     return out
 
 
@@ -134,7 +138,7 @@ def ragged_attention(
     num_kv_heads = keys.shape[1]
     out = torch.empty(batch, rows, num_heads * size, dtype=out_dtype)
     query, positions = query.contiguous(), positions.contiguous()
-    attention.ragged_attention(
+    arguments = (
         query.data_ptr(),
         scale,
         keys.data_ptr(),
@@ -150,8 +154,12 @@ def ragged_attention(
         num_kv_heads,
         size,
         *keys.stride()[:2],
-        _tasks(rows * batch * num_heads * size * keys.shape[2]),
     )
+    tasks = _tasks(rows * batch * num_heads * size * keys.shape[2])
+    if tasks == 1:
+        attention.ragged_attention_serial(*arguments)
+    else:
+        attention.ragged_attention_parallel(*arguments, tasks)
     return out
 
 
@@ -160,7 +168,10 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _tasks(work: int) -> int:
-    """Parts to split a call of `work` multiply-adds in: as many as torch has threads, one for a small call."""
+    """Parts to split a call of `work` multiply-adds in: as many as torch has threads, one for a small call.
+
+    One part runs on the calling thread: waking others costs more than a small call, and much more on a busy machine.
+    """
     if work < LEAST_WORK:
         return 1
     return _use_threads(torch.get_num_threads())

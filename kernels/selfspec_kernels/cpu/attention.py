@@ -121,8 +121,96 @@ def _attend(query, keys, values, number_format, slots, group, size, out, out_for
         store_row(out + g * size * (4 if out_format == FLOAT32 else 2), out_format, mixed[g])
 
 
+@njit
+def attention_part(  # type: ignore[no-untyped-def]
+    task,
+    tasks,
+    query,
+    scale,
+    keys,
+    values,
+    number_format,
+    positions,
+    window,
+    out,
+    out_format,
+    batch,
+    rows,
+    num_heads,
+    num_kv_heads,
+    size,
+    row_stride,
+    head_stride,
+):
+    """Write one of `tasks` parts, of (row, key/value head) pairs, of the attention of fp32 queries [batch, rows, H, D].
+
+    Args:
+        keys, values: addresses in `number_format`, with strides as in `rope_kv_write`.
+        positions: address of int64 [batch, rows]; a row sees the slots up to its own, the last `window` of them if > 0.
+        out: address of [batch, rows, H · D] in `out_format`.
+    """
+    group = num_heads // num_kv_heads
+    places = carray(pointer(positions), (batch * rows,), np.int64)
+    bytes_each, out_bytes = 4 if number_format == FLOAT32 else 2, 4 if out_format == FLOAT32 else 2
+    scaled = np.empty((group, size), np.float32)
+    for pair in range(task, batch * rows * num_kv_heads, tasks):
+        row, kv_head = pair // num_kv_heads, pair % num_kv_heads
+        first = (row * num_heads + kv_head * group) * size
+        source = carray(pointer(query + first * 4), (group, size), np.float32)
+        for g in range(group):
+            for i in range(size):
+                scaled[g, i] = source[g, i] * np.float32(scale)
+        position = places[row]
+        start = max(0, position + 1 - window) if window > 0 else 0
+        offset = (row // rows * row_stride + kv_head * head_stride + start * size) * bytes_each
+        slots, to = position + 1 - start, out + first * out_bytes
+        _attend(scaled, keys + offset, values + offset, number_format, slots, group, size, to, out_format)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def ragged_attention_serial(  # type: ignore[no-untyped-def]
+    query,
+    scale,
+    keys,
+    values,
+    number_format,
+    positions,
+    window,
+    out,
+    out_format,
+    batch,
+    rows,
+    num_heads,
+    num_kv_heads,
+    size,
+    row_stride,
+    head_stride,
+):
+    """Attention on this thread; arguments as in `attention_part`."""
+    attention_part(
+        0,
+        1,
+        query,
+        scale,
+        keys,
+        values,
+        number_format,
+        positions,
+        window,
+        out,
+        out_format,
+        batch,
+        rows,
+        num_heads,
+        num_kv_heads,
+        size,
+        row_stride,
+        head_stride,
+    )
+
+
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def ragged_attention(  # type: ignore[no-untyped-def]
+def ragged_attention_parallel(  # type: ignore[no-untyped-def]
     query,
     scale,
     keys,
@@ -141,38 +229,25 @@ def ragged_attention(  # type: ignore[no-untyped-def]
     head_stride,
     tasks,
 ):
-    """Attention of fp32 queries [batch, rows, H, D] over one layer of the cache, each row over the slots it sees.
-
-    Args:
-        keys, values: addresses in `number_format`, with strides as in `rope_kv_write`.
-        positions: address of int64 [batch, rows]; a row sees the slots up to its own, the last `window` of them if > 0.
-        out: address of [batch, rows, H · D] in `out_format`.
-        tasks: parts the (row, key/value head) pairs are split in.
-    """
-    group = num_heads // num_kv_heads
-    places = carray(pointer(positions), (batch * rows,), np.int64)
-    pairs = batch * rows * num_kv_heads
-    bytes_each, out_bytes = 4 if number_format == FLOAT32 else 2, 4 if out_format == FLOAT32 else 2
+    """The same on numba's threads, in `tasks` parts."""
     for task in prange(tasks):
-        scaled = np.empty((group, size), np.float32)
-        for pair in range(task, pairs, tasks):
-            row, kv_head = pair // num_kv_heads, pair % num_kv_heads
-            first = (row * num_heads + kv_head * group) * size
-            source = carray(pointer(query + first * 4), (group, size), np.float32)
-            for g in range(group):
-                for i in range(size):
-                    scaled[g, i] = source[g, i] * np.float32(scale)
-            position = places[row]
-            start = max(0, position + 1 - window) if window > 0 else 0
-            element = row // rows * row_stride + kv_head * head_stride + start * size
-            _attend(
-                scaled,
-                keys + element * bytes_each,
-                values + element * bytes_each,
-                number_format,
-                position + 1 - start,
-                group,
-                size,
-                out + first * out_bytes,
-                out_format,
-            )
+        attention_part(
+            task,
+            tasks,
+            query,
+            scale,
+            keys,
+            values,
+            number_format,
+            positions,
+            window,
+            out,
+            out_format,
+            batch,
+            rows,
+            num_heads,
+            num_kv_heads,
+            size,
+            row_stride,
+            head_stride,
+        )

@@ -84,77 +84,6 @@ def _gate(row, gate_up, number_format):  # type: ignore[no-untyped-def]
         row[i] = silu * both[row.size + i]
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def few_row_linear(  # type: ignore[no-untyped-def]
-    x,
-    norm,
-    eps,
-    gated,
-    number_format,
-    w,
-    weight_format,
-    scale,
-    bias,
-    residual,
-    out,
-    out_format,
-    rows,
-    size,
-    width,
-    tasks,
-):
-    """out = residual + inputs · wᵀ + bias, where the inputs are x, RMSNorm(x) or silu(gate) · up.
-
-    Args:
-        x: address of [rows, size] numbers, [rows, 2 · size] if `gated`.
-        norm: address of the norm's weights, or 0.
-        number_format: of x, norm, bias and residual: `memory.FLOAT32` or `BFLOAT16`.
-        w, scale: address of the weights [width, size] in `weight_format` and of their scales.
-        bias, residual: addresses of [width] and [rows, width], or 0.
-        out: address of [rows, width] in `out_format`.
-        tasks: parts the columns are split in; they run on numba's threads.
-    """
-    inputs = np.empty((rows, size), np.float32)
-    scratch = np.empty(1, np.float32)
-    bytes_each = 4 if number_format == FLOAT32 else 2
-    for row in range(rows):
-        if gated:
-            _gate(inputs[row], x + row * 2 * size * bytes_each, number_format)
-        else:
-            load_row(x + row * size * bytes_each, number_format, inputs[row])
-        if norm != 0:
-            _normalise(inputs[row], norm, number_format, eps, scratch)
-
-    direct = out_format == FLOAT32 and bias == 0 and residual == 0
-    held = np.empty((1, 1) if direct else (rows, width), np.float32)
-    part = ((width + tasks - 1) // tasks + 3) // 4 * 4
-    for task in prange(tasks):
-        start, stop = task * part, min(width, (task + 1) * part)
-        if start < stop:
-            # Taken here, so that the arrays live until the last part is done.
-            inputs_at, held_at = inputs.ctypes.data, out if direct else held.ctypes.data
-            if weight_format == FLOAT32:
-                columns_float32(inputs_at, w, 0, held_at, rows, size, start, stop, size * 4, 0, width)
-            elif weight_format == BFLOAT16:
-                columns_bfloat16(inputs_at, w, 0, held_at, rows, size, start, stop, size * 2, 0, width)
-            elif weight_format == INT8:
-                _columns_int8(inputs_at, w, scale, held_at, rows, size, start, stop, size, 4, width)
-            else:
-                _columns_int4(inputs_at, w, scale, held_at, rows, size, start, stop, size // 2, size // 8, width)
-            if not direct:
-                for row in range(rows):
-                    _finish(
-                        held[row, start:stop],
-                        row * width + start,
-                        start,
-                        bias,
-                        residual,
-                        number_format,
-                        out,
-                        out_format,
-                    )
-
-
 @njit
 def _finish(row, position, column, bias, residual, number_format, out, out_format):  # type: ignore[no-untyped-def]
     """Add bias and residual to part of a row of products, and write it to element `position` of out."""
@@ -173,3 +102,95 @@ def _finish(row, position, column, bias, residual, number_format, out, out_forma
         for i in range(row.size):
             row[i] += other[i]
     store_row(out + position * (4 if out_format == FLOAT32 else 2), out_format, row)
+
+
+@njit
+def prepare_inputs(x, norm, eps, gated, number_format, rows, size):  # type: ignore[no-untyped-def]
+    """Return what goes into the product, fp32 [rows, size]: x, RMSNorm(x) or silu(gate) · up.
+
+    Args:
+        x: address of [rows, size] numbers, [rows, 2 · size] if `gated`.
+        norm: address of the norm's weights, or 0.
+        number_format: of x and norm: `memory.FLOAT32` or `BFLOAT16`.
+    """
+    inputs, scratch = np.empty((rows, size), np.float32), np.empty(1, np.float32)
+    bytes_each = 4 if number_format == FLOAT32 else 2
+    for row in range(rows):
+        if gated:
+            _gate(inputs[row], x + row * 2 * size * bytes_each, number_format)
+        else:
+            load_row(x + row * size * bytes_each, number_format, inputs[row])
+        if norm != 0:
+            _normalise(inputs[row], norm, number_format, eps, scratch)
+    return inputs
+
+
+@njit
+def linear_part(  # type: ignore[no-untyped-def]
+    task, tasks, inputs, number_format, w, weight_format, scale, bias, residual, out, out_format, width
+):
+    """Write one of `tasks` parts of the columns of out = residual + inputs · wᵀ + bias.
+
+    Args:
+        inputs: fp32 [rows, size].
+        w, scale: address of the weights [width, size] in `weight_format` and of their scales.
+        bias, residual: addresses of [width] and [rows, width] in `number_format`, or 0.
+        out: address of [rows, width] in `out_format`.
+    """
+    rows, size = inputs.shape
+    part = ((width + tasks - 1) // tasks + 3) // 4 * 4
+    first, stop = task * part, min(width, (task + 1) * part)
+    count = stop - first
+    if count <= 0:
+        return
+    held = np.empty((rows, count), np.float32)
+    inputs_at, held_at = inputs.ctypes.data, held.ctypes.data
+    if weight_format == FLOAT32:
+        stride = size * 4
+        columns_float32(inputs_at, w + first * stride, 0, held_at, rows, size, 0, count, stride, 0, count)
+    elif weight_format == BFLOAT16:
+        stride = size * 2
+        columns_bfloat16(inputs_at, w + first * stride, 0, held_at, rows, size, 0, count, stride, 0, count)
+    elif weight_format == INT8:
+        _columns_int8(inputs_at, w + first * size, scale + first * 4, held_at, rows, size, 0, count, size, 4, count)
+    else:
+        # 16 bytes of weights and 4 of scale per 32 elements
+        stride, scales = size // 2, size // 8
+        scale += first * scales
+        _columns_int4(inputs_at, w + first * stride, scale, held_at, rows, size, 0, count, stride, scales, count)
+    for row in range(rows):
+        _finish(held[row], row * width + first, first, bias, residual, number_format, out, out_format)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def few_row_linear_serial(  # type: ignore[no-untyped-def]
+    x, norm, eps, gated, number_format, w, weight_format, scale, bias, residual, out, out_format, rows, size, width
+):
+    """`selfspec_kernels.few_row_linear` on this thread; arguments as in `prepare_inputs` and `linear_part`."""
+    inputs = prepare_inputs(x, norm, eps, gated, number_format, rows, size)
+    linear_part(0, 1, inputs, number_format, w, weight_format, scale, bias, residual, out, out_format, width)
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def few_row_linear_parallel(  # type: ignore[no-untyped-def]
+    x,
+    norm,
+    eps,
+    gated,
+    number_format,
+    w,
+    weight_format,
+    scale,
+    bias,
+    residual,
+    out,
+    out_format,
+    rows,
+    size,
+    width,
+    tasks,
+):
+    """The same on numba's threads, in `tasks` parts of the columns."""
+    inputs = prepare_inputs(x, norm, eps, gated, number_format, rows, size)
+    for task in prange(tasks):
+        linear_part(task, tasks, inputs, number_format, w, weight_format, scale, bias, residual, out, out_format, width)
