@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
+from selfspec_kernels import compiled, cpu
 
 from selfspec_tune.config import PromptConfig
 from selfspec_tune.decode.drafters import Drafter
@@ -39,9 +40,15 @@ def main() -> int:
     _, requests = read_requests(options.prompts, tokenizer, PromptConfig(raw=True), max_new_tokens=1)
     ids = [token for request in requests for token in request.prompt_ids][: options.start]
     request = Request("0", ids, options.stop - options.start)
+    # The ways to break an engine are those of the reference: compiled ops have no span and need no padding.
+    cpu.enabled = not (options.reference or options.broken)
     decoder = load_decoder(options.model, dtype=options.dtype)
     engine = Engine(decoder, keep_logits=True)
-    print(f"{options.dtype}, {torch.get_num_threads()} threads, row counts certified: {engine.rows.counts}", flush=True)
+    ops = "compiled ops" if compiled(decoder.head[0]) else "reference ops"
+    print(
+        f"{options.dtype}, {torch.get_num_threads()} threads, row counts certified: {engine.rows.counts}, {ops}",
+        flush=True,
+    )
     if options.broken == "live-span":
         engine.numerics = "fast"
     elif options.broken == "unpadded":
@@ -83,6 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stop", type=int, default=700, help="live length reached")
     parser.add_argument("--exit-layer", type=int, default=10)
     parser.add_argument("--num-draft-tokens", type=int, default=8)
+    parser.add_argument("--reference", action="store_true", help="run the PyTorch reference instead of compiled ops")
     parser.add_argument("--broken", choices=["live-span", "unpadded"], help="break the engine; must be seen")
     return parser.parse_args()
 

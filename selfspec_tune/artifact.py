@@ -16,6 +16,8 @@ from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_json, write_json
 
 FILE_NAME = "selfspec.json"
+EXIT_HEAD_FILE = "exit_head.safetensors"
+"""A drafter's weights beside the checkpoint (see `model/exit_head.py`): no part of it."""
 SCHEMA_VERSION = 1
 
 
@@ -62,7 +64,7 @@ def fingerprint(checkpoint: Path) -> str:
             config = read_json(path)
             config.pop("transformers_version", None)
             digest.update(json.dumps(config, sort_keys=True).encode())
-        elif path.suffix in (".safetensors", ".bin"):
+        elif path.suffix in (".safetensors", ".bin") and path.name != EXIT_HEAD_FILE:
             size = path.stat().st_size
             digest.update(f"{path.name}:{size}".encode())
             with path.open("rb") as handle:
@@ -119,7 +121,7 @@ def with_regress(artifact: Artifact, verdict: dict[str, Any]) -> Artifact:
 
 
 def _validate(path: Path, artifact: Artifact, again: str) -> None:
-    allowed = {"drafter": ("layer-skip",), "numerics": ("exact", "fast")}
+    allowed = {"drafter": ("layer-skip", "low-precision", "copy", "exit-head", "hybrid"), "numerics": ("exact", "fast")}
     for name, values in allowed.items():
         if getattr(artifact, name) not in values:
             got = getattr(artifact, name)

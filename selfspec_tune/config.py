@@ -20,6 +20,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from selfspec_tune.errors import UserError, did_you_mean
 
 Numerics = Literal["exact", "fast"]
+Drafter = Literal["layer-skip", "low-precision", "copy", "exit-head", "hybrid"]
+KPolicy = Literal["fixed", "window", "cost"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 C = TypeVar("C")
@@ -78,10 +80,20 @@ class DecodeConfig(PromptConfig):
     """Seed of the sampling noise."""
     reproducible: bool = False
     """Draw with noise keyed by seed, record id and position: the same text with speculation on or off."""
+    drafter: Drafter | None = None
+    """How to draft; overrides selfspec.json. hybrid: copy where there is a match, else what --hybrid-with says."""
     exit_layer: int | None = None
-    """Layers the draft runs (1 <= E < number of layers); overrides selfspec.json."""
+    """Layers the draft runs (1 <= E < number of layers); overrides selfspec.json. low-precision: all by default."""
     num_draft_tokens: int | None = None
-    """Tokens drafted per round; overrides selfspec.json."""
+    """Tokens drafted per round, with --k-policy cost at most; overrides selfspec.json."""
+    k_policy: KPolicy | None = None
+    """fixed: k. window: k follows the last acceptances. cost: what pays most by costs timed at the start. [fixed]"""
+    draft_bits: Literal["4", "8"] = "4"
+    """low-precision: bits of the layers' weights."""
+    draft_head_bits: Literal["4", "8"] | None = None
+    """low-precision: bits of the LM head's weights. Default: as the layers'."""
+    hybrid_with: Literal["low-precision", "layer-skip", "exit-head"] = "low-precision"
+    """hybrid: the drafter that is asked where there is nothing to copy."""
     numerics: Numerics | None = None
     """exact: equal to plain decoding bit for bit. fast: the cheapest shapes. Default: selfspec.json's, else exact."""
     no_speculation: bool = False
@@ -104,14 +116,20 @@ class CheckConfig(ModelConfig):
     """Print one JSON object instead of a table."""
 
 
+DEFAULT_EXITS = {"layer-skip": (0.2, 0.33, 0.5, 0.7), "exit-head": (0.33,)}
+"""Exits of `selfspec train` where none are given, by method."""
+
+
 @dataclass(frozen=True)
 class TrainConfig(ModelConfig):
-    """Options of `selfspec train`: LayerDrop and early-exit continued pretraining."""
+    """Options of `selfspec train`: early-exit continued pretraining, or a head on a frozen model."""
 
     model: str | None = None
     """Checkpoint to start from: a directory or a hub name."""
     output: Path | None = None
-    """Directory the trained checkpoint is written to."""
+    """Directory the result is written to. A head may go into the model's own; elsewhere the model's files join it."""
+    method: Literal["layer-skip", "exit-head"] = "layer-skip"
+    """layer-skip: train the model's own layers. exit-head: leave the model as it is, train a layer after one exit."""
     dtype: Dtype = "auto"
     """Dtype of the saved weights; training itself keeps fp32 weights. auto: that of the model trained from."""
     train_data: tuple[str, ...] = ()
@@ -140,8 +158,8 @@ class TrainConfig(ModelConfig):
     """AdamW weight decay on matrices."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
-    exits: tuple[float, ...] = (0.2, 0.33, 0.5, 0.7)
-    """Exit layers trained and measured: layer numbers, or fractions of depth below 1."""
+    exits: tuple[float, ...] | None = None
+    """Exit layers, as numbers or fractions of depth [default: 0.2,0.33,0.5,0.7; the one of exit-head: 0.33]."""
     exits_per_step: int = 1
     """How many exits are trained at one step; they rotate."""
     exit_loss_weight: float = 0.5
@@ -156,6 +174,8 @@ class TrainConfig(ModelConfig):
     """bf16 autocast over fp32 weights. auto: where the device has bf16 arithmetic."""
     gradient_checkpointing: bool = False
     """Trade time for memory by recomputing activations."""
+    cache_targets: Path | None = None
+    """exit-head: keep the model's hidden states in this directory, 4 d bytes a token in 16 bits (d: hidden size)."""
     eval_every: int = 50
     """Steps between evaluations of held-out perplexity and alpha per exit."""
     eval_sequences: int = 16
@@ -168,6 +188,11 @@ class TrainConfig(ModelConfig):
     """Log to Weights & Biases too; metrics.jsonl is always written."""
     json: bool = False
     """Print one JSON object at the end instead of a table."""
+
+    @property
+    def chosen_exits(self) -> tuple[float, ...]:
+        """Exits as given, or the method's default."""
+        return DEFAULT_EXITS[self.method] if self.exits is None else self.exits
 
 
 @dataclass(frozen=True)

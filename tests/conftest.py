@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 @pytest.fixture
 def reference_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute as on a machine for which no op is compiled."""
-    monkeypatch.setattr(cpu, "available", lambda: False)
+    monkeypatch.setattr(cpu, "enabled", False)
 
 
 @pytest.fixture(params=["compiled", "reference"])

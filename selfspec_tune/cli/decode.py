@@ -38,6 +38,8 @@ def decode(
         selfspec decode ./my-model --input prompts.jsonl --output answers.jsonl
 
         selfspec decode ./my-model --prompt "def fib(n):" --raw --exit-layer 8 --num-draft-tokens 3 --json
+
+        selfspec decode ./my-model --prompt-file report.txt --drafter hybrid --k-policy cost
     """
     options = config.build(config.DecodeConfig, flags)
     _check_sources(options)
@@ -58,7 +60,8 @@ def decode(
     for line in _verdict_notices(artifact, model, trained=trained):
         console.notice(line)
     tokenizer = load_tokenizer(model)
-    plan = make_plan(model, tokenizer, artifact, options)
+    with console.progress_bar() as progress:
+        plan = make_plan(model, tokenizer, artifact, options, progress)
     for line in plan.notices:
         console.notice(line)
     if prompt is not None:
@@ -236,7 +239,8 @@ def _stats_line(stats: Stats) -> str:
     if stats.rounds:
         parts.append(f"alpha {values['alpha'] or 0:.3f}, tokens/round {values['tokens_per_round']:.2f}")
         parts.append(f"{stats.rounds} rounds, {stats.drafted} drafted, {stats.accepted} accepted")
-        parts.append(f"E={stats.exit_layer}, k={stats.num_draft_tokens}")
+        layers = f", E={stats.exit_layer}" if stats.exit_layer else ""
+        parts.append(f"{stats.drafter}{layers}, k={stats.num_draft_tokens}")
     else:
         parts.append("plain")
     parts.append(stats.numerics)

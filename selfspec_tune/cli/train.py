@@ -28,8 +28,16 @@ def train(
 ) -> None:
     """Train a model so that its early layers draft well, without giving up its full-depth quality.
 
-    Continued pretraining with layer dropout and early-exit losses. Writes a complete checkpoint, metrics.jsonl and
-    training.json to --output. The same command again resumes an interrupted run, and does nothing for a finished one.
+    With --method layer-skip: continued pretraining with layer dropout and early-exit losses. Writes a complete
+    checkpoint, metrics.jsonl and training.json to --output.
+
+    With --method exit-head: the model stays as it is, to the bit. One layer and a norm after exit E are trained, and
+    written as exit_head.safetensors and exit_head.json into --output. That may be the model's own directory; any other
+    one is completed to a checkpoint: weights are hard links where the disk can, the small files copies.
+    --cache-targets DIR keeps the model's hidden states on disk, so that steps run the new layer and the LM head only;
+    it pays when sequences are read more than once, by more epochs or by another run.
+
+    The same command again resumes an interrupted run, and does nothing for a finished one.
 
     \b
     Examples:
@@ -38,6 +46,8 @@ def train(
       selfspec train --model Qwen/Qwen3-0.6B --output trained/ --train-data chats.jsonl --exits 6,10,14 --max-steps 2000
       selfspec train recipes/demo.yaml --set max_minutes=60 --set learning_rate=5e-5 --model MODEL --output trained/ \\
           --train-data wikitext:wikitext-2-raw-v1:train[:5000]
+      selfspec train --method exit-head --model MODEL --output MODEL --train-data chats.jsonl --exits 10 \
+          --learning-rate 5e-4 --max-steps 1000
     """
     layers = [configs.read_recipe(recipe)] if recipe else []
     config = configs.build(configs.TrainConfig, *layers, configs.parse_assignments(assignments or []), flags)
@@ -57,18 +67,22 @@ def train(
     if config.json:
         console.print_json(facts)
     else:
-        _print(facts, config.output)
+        _print(facts, config)
 
 
-def _print(facts: dict[str, Any], output: Path | None) -> None:
+def _print(facts: dict[str, Any], config: configs.TrainConfig) -> None:
     rows = [
         [f"alpha at exit {layer}", f"{before:.3f}", f"{facts['alpha_after'][layer]:.3f}"]
         for layer, before in facts["alpha_before"].items()
     ]
+    output = config.output
+    following = f"selfspec sweep-exit {output} --prompts PROMPTS.jsonl"
+    if config.method == "exit-head":
+        following = f'selfspec decode {output} --drafter exit-head --prompt "..."'
     rows.append(["perplexity", f"{facts['perplexity_before']:.3f}", f"{facts['perplexity_after']:.3f}"])
     console.table(
         f"{output}: {facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds'] / 60:.1f} minutes",
         ["held-out text", "before", "after"],
         rows,
-        caption=f"next: selfspec sweep-exit {output} --prompts PROMPTS.jsonl",
+        caption=f"next: {following}",
     )

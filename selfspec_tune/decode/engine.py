@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from selfspec_tune.config import MAX_DRAFT_TOKENS
 from selfspec_tune.decode.accept import accept_matching, accept_ratio
-from selfspec_tune.decode.drafters import Drafter, Source
-from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.drafters import Drafter, Source, never
+from selfspec_tune.decode.policy import DraftPolicy, Policy
 from selfspec_tune.decode.sampling import Noise, SamplingParams, distribution, draw, draw_with_gumbel
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.decode.stream import TextStream
@@ -88,7 +89,7 @@ class Engine:
         requests: list[Request],
         params: SamplingParams,
         drafter: Drafter | None = None,
-        policy: DraftPolicy | None = None,
+        policy: Policy | None = None,
         *,
         on_text: Callable[[int, str], None] | None = None,
     ) -> tuple[list[Completion], Stats]:
@@ -107,6 +108,7 @@ class Engine:
             self.check(request)
         with torch.inference_mode():
             self.decoder.rows, self.decoder.exact = self.rows, self.numerics == "exact"
+            self.decoder.tap = None  # a drafter that has one sets it when it starts
             run = _Run(self, requests, params, drafter, policy or DraftPolicy(0), on_text)
             return run.completions, run.decode()
 
@@ -117,6 +119,16 @@ class Engine:
         self._cache.committed.zero_()
         self._cache.reserve(slots)
         return self._cache
+
+    def ready(self, texts: list[list[int]], drafter: Drafter) -> tuple[SharedKVCache, Tensor]:
+        """Return the cache and last tokens [B] as if `texts` were decoded, and the drafter started, to time it.
+
+        The cache's contents are whatever they are.
+        """
+        self.decoder.rows, self.decoder.exact, self.decoder.tap = self.rows, self.numerics == "exact", None
+        drafter.start(texts)
+        cache = self.cache_for(len(texts[0]) + 2 * MAX_DRAFT_TOKENS)
+        return cache, torch.tensor([text[-1] for text in texts], device=self.decoder.device)
 
     def check(self, request: Request) -> None:
         """Raise a UserError if a request cannot be decoded: an empty prompt, or one longer than the context."""
@@ -145,7 +157,7 @@ class _Run:
         requests: list[Request],
         params: SamplingParams,
         drafter: Drafter | None,
-        policy: DraftPolicy,
+        policy: Policy,
         on_text: Callable[[int, str], None] | None,
     ) -> None:
         self.engine, self.decoder = engine, engine.decoder
@@ -161,6 +173,8 @@ class _Run:
             for request in requests
         ]
         self.last = torch.zeros(engine.batch_size, dtype=torch.long, device=self.decoder.device)
+        # Per row, how sure the draft is of all it drafted in this round.
+        self.confidence = torch.ones(engine.batch_size, device=self.decoder.device)
         self.stats = Stats(
             drafter=drafter.name if drafter else None,
             exit_layer=drafter.exit_layer if drafter else None,
@@ -221,7 +235,10 @@ class _Run:
         else:
             assert self.drafter is not None
             begin = time.perf_counter()
-            draft = self.drafter.propose(self.last, cache, planned[1], self._choose_draft, planned[0])
+            self.confidence.fill_(1.0)
+            source, k = planned
+            enough = partial(self._enough, source) if self.policy.wants_confidence else never
+            draft = self.drafter.propose(self.last, cache, k, self._choose_draft, source, enough)
             self._synchronise()
             middle = time.perf_counter()
             logits = verify(self.decoder, cache, self.last, draft)
@@ -271,10 +288,18 @@ class _Run:
         draft = q if q is not None else torch.nn.functional.one_hot(drafted, target.shape[-1]).float()
         return accept_ratio(drafted, draft, target, uniform[:, :k], uniform[:, k])
 
+    def _enough(self, source: Source) -> bool:
+        active = self._active()
+        return self.policy.enough(source, float(self.confidence[active].mean()))
+
     def _choose_draft(self, logits: Tensor, offset: int) -> tuple[Tensor, Tensor | None]:
         if self.params.greedy:
+            if self.policy.wants_confidence:
+                self.confidence *= (logits.amax(-1) - logits.logsumexp(-1)).exp()
             return logits.argmax(-1), None
         q = distribution(logits, self.params)
+        if self.policy.wants_confidence:
+            self.confidence *= q.amax(-1)
         if self.params.reproducible:
             return self._draw_shared(q, offset), None
         return draw(q, self._uniforms(1)[:, 0]), q

@@ -1,13 +1,21 @@
-"""What exact numerics cost on this machine: a plain step in exact and in fast numerics, side by side."""
+"""What decoding costs on this machine: exact against fast numerics, and a draft against a plain step, side by side."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from selfspec_tune.decode.verify import step_plain
+from selfspec_tune.config import MAX_DRAFT_TOKENS
+from selfspec_tune.decode.drafters import Draft, Drafter, Source
+from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.policy import DraftCosts
+from selfspec_tune.decode.verify import step_plain, verify
+from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.model.rows import ANY_ROWS, RowCounts
 from selfspec_tune.progress import Progress, silent
@@ -45,3 +53,71 @@ def plain_step_seconds(
     finally:
         decoder.rows, decoder.exact = rows_before, exact_before
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+TIMED_VERIFICATIONS = (1, 2, 4, MAX_DRAFT_TOKENS)
+"""Draft lengths whose verification is timed; between them costs are taken to grow linearly."""
+
+
+def draft_costs(
+    engine: Engine, drafter: Drafter, *, context_length: int = 256, repeats: int = 7, progress: Progress = silent
+) -> DraftCosts:
+    """Time a drafter's steps and the verification of what it drafts, greedily, against a plain step, in turn.
+
+    Args:
+        engine: its numerics and batch size are those measured.
+        drafter: offers one source; a repeating text is made for it, so that copying finds a match.
+        context_length: live cache length; shortened to fit the model's context.
+    """
+    decoder = engine.decoder
+    context_length = min(context_length, decoder.family.max_context - 2 * MAX_DRAFT_TOKENS)
+    text = (list(range(2, 34)) * context_length)[:context_length]
+    seconds: dict[str, list[float]] = {}
+
+    def timed(name: str, run: Callable[[], Tensor]) -> Tensor:
+        begin = time.perf_counter()
+        result = run()
+        result.flatten()[-1].item()  # waits for the device
+        seconds.setdefault(name, []).append(time.perf_counter() - begin)
+        return result
+
+    with torch.inference_mode():
+        cache, last = engine.ready([text] * engine.batch_size, drafter)
+        for repeat in range(repeats + 2):
+            cache.committed.fill_(context_length)
+            timed("plain", lambda: step_plain(decoder, cache, last).argmax(-1))
+            for k in (1, 3, MAX_DRAFT_TOKENS):
+                [source] = drafter.sources()
+                draft = drafter.propose(last, cache, k, _first_choice, source)
+                if k < MAX_DRAFT_TOKENS:
+                    timed(f"draft {k}", partial(_propose, drafter, last, cache, k, source))
+            for k in TIMED_VERIFICATIONS:
+                timed(f"verify {k}", partial(_verify, decoder, cache, last, draft, k))
+            progress("timing the draft", repeat + 1, repeats + 2)
+    decoder.tap = None
+    medians = {name: statistics.median(values[2:]) for name, values in seconds.items()}
+    step = max(0.0, medians["draft 3"] - medians["draft 1"]) / 2
+    rest = max(0.0, medians["draft 1"] - step)
+    verify_ratio = [rest + _between(medians, k) for k in range(1, MAX_DRAFT_TOKENS + 1)]
+    return DraftCosts(step / medians["plain"], tuple(value / medians["plain"] for value in verify_ratio))
+
+
+def _first_choice(logits: Tensor, offset: int) -> tuple[Tensor, None]:
+    return logits.argmax(-1), None
+
+
+def _propose(drafter: Drafter, last: Tensor, cache: SharedKVCache, k: int, source: Source) -> Tensor:
+    return drafter.propose(last, cache, k, _first_choice, source).tokens
+
+
+def _verify(decoder: LayeredDecoder, cache: SharedKVCache, last: Tensor, draft: Draft, k: int) -> Tensor:
+    hidden = None if draft.hidden is None else draft.hidden[:, : k + 1]
+    return verify(decoder, cache, last, Draft(draft.tokens[:, :k], None, hidden, draft.resume_layer)).argmax(-1)
+
+
+def _between(medians: dict[str, float], k: int) -> float:
+    """Return the seconds of verifying k tokens, from the timed lengths around it."""
+    low = max(timed for timed in TIMED_VERIFICATIONS if timed <= k)
+    high = min(timed for timed in TIMED_VERIFICATIONS if timed >= k)
+    share = (k - low) / (high - low) if high > low else 0.0
+    return medians[f"verify {low}"] * (1 - share) + medians[f"verify {high}"] * share

@@ -162,6 +162,11 @@ class LayeredDecoder:
             return "wide" if widens(self) else "reference"
         return "compiled" if self.fused and compiled(self.head[0]) else "reference"
 
+    def layers(self, start: int, stop: int) -> list[FusedLayer]:
+        """Return the fused layers start..stop."""
+        assert self.fused
+        return self._layers[start:stop]
+
     def products(self, layer: int) -> list[tuple[Tensor, Tensor | None]]:
         """Return (weight [N, K], bias [N] or None) of every linear product that runs in a layer."""
         if self.fused:

@@ -7,12 +7,14 @@ become views of it, so there is still one copy. The transformers module stays in
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from selfspec_kernels import Norm, few_row_linear
+from selfspec_kernels import Norm, PackedWeight, few_row_linear
 from torch import Tensor, nn
 
 from selfspec_tune.model.attention import Step
@@ -28,6 +30,7 @@ class FusedLayer:
         self.index, self.window = index, family.windows[index]
         self.num_heads, self.num_kv_heads, self.head_size = family.num_heads, family.num_kv_heads, family.head_size
         self.scale = attention.scaling
+        self.qkv: Tensor | PackedWeight
         self.qkv, self.qkv_bias = fuse_linears([attention.q_proj, attention.k_proj, attention.v_proj])
         self.gate_up, self.gate_up_bias = fuse_linears([mlp.gate_proj, mlp.up_proj])
         self.out, self.out_bias = attention.o_proj.weight, attention.o_proj.bias
@@ -48,7 +51,18 @@ class FusedLayer:
         gate_up = few_row_linear(hidden, self.gate_up, self.gate_up_bias, norm=self.mlp_norm, mode=mode)
         return few_row_linear(gate_up, self.down, self.down_bias, gated=True, residual=hidden, mode=mode)
 
-    def products(self) -> list[tuple[Tensor, Tensor | None]]:
+    def with_weights(self, change: Callable[[Tensor, str], Tensor | PackedWeight]) -> FusedLayer:
+        """Return a layer that shares norms, biases and its part of the cache, with other weights for its products.
+
+        Args:
+            change: `change(weight [N, K], name)` returns what takes the place of a weight.
+        """
+        other = copy.copy(self)
+        for name in ("qkv", "out", "gate_up", "down"):
+            setattr(other, name, change(getattr(self, name), f"layer {self.index} {name}"))
+        return other
+
+    def products(self) -> list[tuple[Tensor | PackedWeight, Tensor | None]]:
         """Return (weight, bias) of the layer's four products."""
         return [
             (self.qkv, self.qkv_bias),

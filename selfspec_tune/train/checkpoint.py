@@ -1,32 +1,50 @@
-"""What a run leaves on disk: resumable states while it lasts, a transformers checkpoint and training.json at its end.
+"""What a run leaves on disk: resumable states while it lasts, a transformers checkpoint and the run's facts at its end.
 
     output/metrics.jsonl            one line per step and evaluation
     output/state/step-000050/       the latest state; gone when the run is finished
     output/model.safetensors ...    the checkpoint, complete with tokenizer, generation config, chat template
     output/training.json            the facts of the run; its presence says that the run is finished
 
-Everything is written under another name and then renamed.
+A head's run leaves exit_head.metrics.jsonl, exit_head.state/, exit_head.safetensors and exit_head.json instead, so that
+its output may be the model's own directory; another one is completed with the model's files. Everything is written
+under another name and then renamed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from selfspec_tune.artifact import fingerprint
 from selfspec_tune.config import TrainConfig
 from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_json, write_json
 from selfspec_tune.model.load import checkpoint_dir
 
-FACTS = "training.json"
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Names of what a run writes into its output, and what to remove to start anew."""
+
+    facts: str
+    metrics: str
+    states: str
+    all: str
+
+
+FILES = {
+    "layer-skip": RunFiles("training.json", "metrics.jsonl", "state", ""),
+    "exit-head": RunFiles("exit_head.json", "exit_head.metrics.jsonl", "exit_head.state", "/exit_head.*"),
+}
 # These change neither what is computed nor how it is measured; a run may be resumed with other values.
-FREE_FIELDS = ("output", "json", "wandb", "save_every", "eval_every", "max_minutes", "device")
+FREE_FIELDS = ("output", "json", "wandb", "save_every", "eval_every", "max_minutes", "device", "cache_targets")
 
 
 def base_name(model: str) -> str:
@@ -39,6 +57,10 @@ def identity(config: TrainConfig) -> dict[str, Any]:
     """Return the options that make a run the same run, as JSON values; paths that exist are absolute."""
     options = {name: value for name, value in asdict(config).items() if name not in FREE_FIELDS}
     options["model"] = base_name(str(config.model))
+    options["exits"] = config.chosen_exits
+    directory = checkpoint_dir(str(config.model))
+    if config.method == "exit-head" and directory is not None:
+        options["checkpoint"] = fingerprint(directory)  # a head is of no use to other weights in the same place
     for name in ("train_data", "eval_data"):
         options[name] = [str(Path(s).resolve()) if Path(s).exists() else s for s in options[name]]
     plain: dict[str, Any] = json.loads(json.dumps(options))
@@ -56,49 +78,61 @@ def finished(config: TrainConfig) -> dict[str, Any] | None:
     Raises:
         UserError: `output` holds another run, finished or not, or a checkpoint that no run of ours wrote.
     """
-    output = Path(str(config.output))
+    output, files = Path(str(config.output)), FILES[config.method]
     if output.exists() and not output.is_dir():
         raise UserError("output is a file", got=output, allowed="a directory", command="--output OTHER_DIR")
-    if (output / FACTS).is_file():
-        facts: dict[str, Any] = read_json(output / FACTS)
-        refuse_other_run(output, facts.get("config", {}), identity(config), what="a finished run")
+    if (output / files.facts).is_file():
+        facts: dict[str, Any] = read_json(output / files.facts)
+        refuse_other_run(f"{output}{files.all}", facts.get("config", {}), identity(config), what="a finished run")
         return facts
-    state = latest_state(output)
+    state = latest_state(output / files.states)
     if state is not None:
-        refuse_other_run(output, _state_identity(state)["config"], identity(config), what="the state of a run")
-    elif (output / "config.json").exists():
+        there = _state_identity(state)["config"]
+        refuse_other_run(f"{output}{files.all}", there, identity(config), what="the state of a run")
+    if (output / "config.json").exists() and not _may_hold_checkpoint(output, config, resuming=state is not None):
         raise UserError("output holds a checkpoint that is not ours", got=output, command="--output OTHER_DIR")
     return None
 
 
-def refuse_other_run(output: Path, there: dict[str, Any], here: dict[str, Any], *, what: str) -> None:
+def _may_hold_checkpoint(output: Path, config: TrainConfig, *, resuming: bool) -> bool:
+    """Whether the checkpoint in `output` is the run's own: left half by it, or that of the model a head is for."""
+    if config.method == "layer-skip":
+        return resuming
+    try:
+        return fingerprint(output) == fingerprint(files_of(str(config.model)))
+    except OSError:  # a hub name of which nothing is here
+        return False
+
+
+def refuse_other_run(place: str, there: dict[str, Any], here: dict[str, Any], *, what: str) -> None:
     """Raise a UserError naming the options in which two identities differ; return if they are the same."""
+    there = {"method": "layer-skip", **there}  # there was no other when the first runs were recorded
+    here = {"method": "layer-skip", **here}
     differing = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
     if differing:
         raise UserError(
-            f"{output} holds {what} with other options: {', '.join(differing)}",
+            f"{place} holds {what} with other options: {', '.join(differing)}",
             got="; ".join(f"{name}={here.get(name)!r}" for name in differing),
             allowed="; ".join(f"{name}={there.get(name)!r}" for name in differing),
-            command=f"--output OTHER_DIR, or rm -r {output} to start anew",
+            command=f"--output OTHER_DIR, or rm -r {place} to start anew",
         )
 
 
-def latest_state(output: Path) -> Path | None:
-    """Return the newest complete state directory under `output`, or None."""
-    states = sorted((output / "state").glob("step-*"))
-    return states[-1] if states else None
+def latest_state(states: Path) -> Path | None:
+    """Return the newest complete state directory under `states`, or None."""
+    found = sorted(states.glob("step-*"))
+    return found[-1] if found else None
 
 
-def save_state(accelerator: Any, output: Path, step: int, about: dict[str, Any]) -> None:
+def save_state(accelerator: Any, states: Path, step: int, about: dict[str, Any]) -> None:
     """Write the state of everything accelerate knows of, then rename it and remove older ones. All ranks call this.
 
     Args:
         accelerator: holds the model, the optimizer, the random states and the registered objects.
-        output: the run's directory.
+        states: the directory of the run's states.
         step: optimiser steps done.
         about: {"config": identity, "data": digest of the tokens, "processes": number of ranks}.
     """
-    states = output / "state"
     temporary = states / "incomplete"
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -117,19 +151,19 @@ def save_state(accelerator: Any, output: Path, step: int, about: dict[str, Any])
     accelerator.wait_for_everyone()
 
 
-def load_state(accelerator: Any, output: Path, about: dict[str, Any]) -> bool:
+def load_state(accelerator: Any, states: Path, about: dict[str, Any]) -> bool:
     """Load the latest state into everything accelerate knows of; False where there is none.
 
     Raises:
         UserError: the state belongs to other options, other data or another number of processes.
     """
-    state = latest_state(output)
+    state = latest_state(states)
     if state is None:
         return False
-    there = _state_identity(state)
-    refuse_other_run(output, there["config"], about["config"], what="the state of a run")
+    there, place = _state_identity(state), str(states)
+    refuse_other_run(place, there["config"], about["config"], what="the state of a run")
     facts = ("data", "processes")
-    refuse_other_run(output, {k: there[k] for k in facts}, {k: about[k] for k in facts}, what="the state of a run")
+    refuse_other_run(place, {k: there[k] for k in facts}, {k: about[k] for k in facts}, what="the state of a run")
     accelerator.load_state(str(state))
     return True
 
@@ -164,10 +198,41 @@ def save_checkpoint(accelerator: Any, module: Any, tokenizer: Any, output: Path,
     accelerator.wait_for_everyone()
 
 
-def write_facts(output: Path, facts: dict[str, Any]) -> None:
-    """Write training.json, which marks the run as finished, and remove its states."""
-    write_json(output / FACTS, facts)
-    shutil.rmtree(output / "state", ignore_errors=True)
+def files_of(base: str) -> Path:
+    """Return the directory that holds the files of a base: its own, or for a hub name that of the local copy."""
+    directory = checkpoint_dir(base)
+    if directory is None:
+        from transformers.utils import cached_file
+
+        directory = Path(cached_file(base, "config.json")).parent
+    return directory
+
+
+def link_files(source: Path, output: Path) -> None:
+    """Complete `output` with the files of the checkpoint in `source`: weights linked where the disk can, others copied.
+
+    Nothing happens if both are the same directory. Subdirectories, hidden files and what belongs to a head's run stay.
+    """
+    if source.resolve() == output.resolve():
+        return
+    for path in sorted(source.iterdir()):
+        if not path.is_file() or path.name.startswith((".", "exit_head.")):
+            continue
+        temporary = output / f".{path.name}.tmp"
+        temporary.unlink(missing_ok=True)
+        try:
+            if path.suffix not in (".safetensors", ".bin"):
+                raise OSError  # small, and may be edited in one place only
+            os.link(path.resolve(), temporary)
+        except OSError:
+            shutil.copyfile(path, temporary)
+        temporary.replace(output / path.name)
+
+
+def write_facts(output: Path, facts: dict[str, Any], files: RunFiles) -> None:
+    """Write the facts of a run, which mark it as finished, and remove its states."""
+    write_json(output / files.facts, facts)
+    shutil.rmtree(output / files.states, ignore_errors=True)
 
 
 def _save_pretrained(model: Any, weights: dict[str, Any], directory: Path, dtype: torch.dtype) -> None:

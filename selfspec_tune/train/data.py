@@ -28,10 +28,12 @@ class Sequences:
     Attributes:
         ids: [N, T] int32 token ids.
         counted: [N, T] bool; False for tokens that are read but not predicted (the prompt of a completion).
+        states: [N, 2, T, d] of a frozen target, see `targets.py`; None where they are not kept.
     """
 
     ids: torch.Tensor
     counted: torch.Tensor
+    states: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -42,8 +44,13 @@ class Sequences:
         hashed.update(self.counted.numpy().tobytes())
         return hashed.hexdigest()
 
-    def batch(self, first: int, count: int, *, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return sequences `first .. first + count - 1` of an endless shuffled stream: ids and counted, [count, T].
+    def read(self, rows: list[int]) -> tuple[torch.Tensor, ...]:
+        """Return ids and counted [rows, T] of some sequences, and their states where they are kept."""
+        known = () if self.states is None else (self.states[rows],)
+        return (self.ids[rows].long(), self.counted[rows], *known)
+
+    def batch(self, first: int, count: int, *, seed: int) -> tuple[torch.Tensor, ...]:
+        """Return sequences `first .. first + count - 1` of an endless shuffled stream, as `read` does.
 
         Every epoch is a permutation drawn from `seed` and the epoch's number: the position is all the state there is.
         """
@@ -51,7 +58,7 @@ class Sequences:
         for position in range(first, first + count):
             epoch, index = divmod(position, len(self))
             rows.append(_permutation(len(self), seed, epoch)[index])
-        return self.ids[rows].long(), self.counted[rows]
+        return self.read(rows)
 
 
 @lru_cache(maxsize=2)

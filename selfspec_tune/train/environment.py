@@ -22,13 +22,14 @@ def make_accelerator(config: TrainConfig) -> Any:
     from accelerate.utils import set_seed
 
     device = training_device(config.device)
+    drops_layers = config.method == "layer-skip" and config.layer_dropout > 0
     accelerator = Accelerator(
         cpu=device.type == "cpu",
         mixed_precision=mixed_precision(config.mixed_precision, device),
         gradient_accumulation_steps=config.gradient_accumulation,
         log_with="wandb" if config.wandb else None,
         # A dropped layer has no gradient, and the reducer must not wait for one.
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=config.layer_dropout > 0)],
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=drops_layers)],
     )
     set_seed(config.seed)
     if config.wandb:

@@ -1,4 +1,7 @@
-"""The training loop: steps, evaluations, states, and the end. Knows no terminal; progress goes to a function."""
+"""The training loop: steps, evaluations, states, and the end. Knows no terminal; progress goes to a function.
+
+What is trained, the whole model or a head on it, and what is written at the end, `methods.py` says.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ from selfspec_tune.progress import Progress, silent
 from selfspec_tune.train import checkpoint
 from selfspec_tune.train.data import Sequences, load_sequences
 from selfspec_tune.train.environment import interruption, make_accelerator
-from selfspec_tune.train.metrics import Metrics
-from selfspec_tune.train.module import EarlyExitModule
+from selfspec_tune.train.methods import METHODS, Start
+from selfspec_tune.train.metrics import Metrics, flat
 from selfspec_tune.train.options import check_options
-from selfspec_tune.train.schedule import active_exits, draw_dropped, drop_probabilities, learning_rate, resolve_exits
+from selfspec_tune.train.schedule import active_exits, draw_dropped, learning_rate, resolve_exits
 
 
 def train(config: TrainConfig, progress: Progress = silent) -> dict[str, Any]:
-    """Train as `config` says and return the contents of output/training.json.
+    """Train as `config` says and return the contents of output/training.json (of a head: output/exit_head.json).
 
     A finished output is returned as it is; a state of the same run is resumed. Interrupted by SIGINT, the run saves a
     state and raises KeyboardInterrupt; the same call then ends with the weights of an uninterrupted run, bit for bit on
@@ -32,7 +35,7 @@ def train(config: TrainConfig, progress: Progress = silent) -> dict[str, Any]:
 
     Args:
         config: model, output and train_data are required.
-        progress: called with ("train" | "evaluate", done, total).
+        progress: called with ("train" | "evaluate" | "target states", done, total).
 
     Raises:
         UserError: a bad option, model or data set, or an output that holds another run.
@@ -73,7 +76,7 @@ class _Run:
 
     def __init__(self, config: TrainConfig, accelerator: Any, progress: Progress) -> None:
         self.config, self.accelerator, self.progress = config, accelerator, progress
-        self.output = Path(str(config.output))
+        self.output, self.files = Path(str(config.output)), checkpoint.FILES[config.method]
         self.base = checkpoint.base_name(str(config.model))
         model = load_model(self.base, device="cpu")
         self.save_dtype = model.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -84,16 +87,17 @@ class _Run:
                 got=config.sequence_length,
                 allowed=f"at most {family.max_context}",
             )
-        self.exits = resolve_exits(config.exits, family.num_layers)
-        self.probabilities = drop_probabilities(family.num_layers, config.layer_dropout)
+        self.exits = resolve_exits(config.chosen_exits, family.num_layers)
         self.tokenizer = load_tokenizer(self.base)
-        self.training, self.held_out = _load_data(config, self.tokenizer, accelerator.num_processes)
-        if int(self.training.ids.max()) >= family.vocab_size:
+        training, held_out = _load_data(config, self.tokenizer, accelerator.num_processes)
+        if int(training.ids.max()) >= family.vocab_size:
             raise UserError("the tokenizer has tokens that the model does not know", got=self.base)
         self.position = _Position(config.seed)
-        self.module, self.optimizer = self._prepare(model.float())
+        self.method = METHODS[config.method](Start(config, model, self.base, self.exits, self.save_dtype, accelerator))
+        self.training, self.held_out = self.method.prepare(training, held_out, progress)
+        self.module, self.optimizer = self._prepare(self.method.module.train())
         self.started = time.monotonic()
-        self.metrics = Metrics(self.output / "metrics.jsonl", enabled=accelerator.is_main_process)
+        self.metrics = Metrics(self.output / self.files.metrics, enabled=accelerator.is_main_process)
         self.about = {
             "config": checkpoint.identity(config),
             "data": self.training.digest() + self.held_out.digest(),
@@ -103,7 +107,7 @@ class _Run:
     def to_the_end(self) -> dict[str, Any]:
         """Resume or start, step until done, save the checkpoint and return the facts."""
         self.output.mkdir(parents=True, exist_ok=True)
-        resumed = checkpoint.load_state(self.accelerator, self.output, self.about)
+        resumed = checkpoint.load_state(self.accelerator, self.output / self.files.states, self.about)
         self.metrics.rewind(self.position.step if resumed else None)
         self.started = time.monotonic() - self.position.seconds
         if not resumed:
@@ -119,23 +123,14 @@ class _Run:
         checkpoint.round_weights(self.module, self.save_dtype)
         after = self._evaluate()
         self._read_clock()
-        checkpoint.save_checkpoint(self.accelerator, self.module, self.tokenizer, self.output, self.save_dtype)
+        self.method.save(self.module, self.tokenizer, self.output, self.position.step, self.about["config"])
         facts = self._facts(after)
         if self.accelerator.is_main_process:
-            checkpoint.write_facts(self.output, facts)
+            checkpoint.write_facts(self.output, facts, self.files)
         return facts
 
-    def _prepare(self, model: Any) -> tuple[Any, Any]:
+    def _prepare(self, module: Any) -> tuple[Any, Any]:
         config = self.config
-        module = EarlyExitModule(
-            model,
-            exit_weight=config.exit_loss_weight,
-            exit_loss=config.exit_loss,
-            gradient_checkpointing=config.gradient_checkpointing,
-        ).train()
-        if config.freeze_embeddings:
-            model.get_input_embeddings().requires_grad_(False)
-            model.get_output_embeddings().requires_grad_(False)
         matrices = [p for p in module.parameters() if p.requires_grad and p.ndim >= 2]
         vectors = [p for p in module.parameters() if p.requires_grad and p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -149,7 +144,7 @@ class _Run:
         config, position, accelerator = self.config, self.position, self.accelerator
         began = time.monotonic()
         exits = active_exits(self.exits, config.exits_per_step, position.step)
-        dropped = draw_dropped(self.probabilities, position.generator)
+        dropped = draw_dropped(self.method.drop_probabilities, position.generator)
         rate = learning_rate(
             position.step, peak=config.learning_rate, warmup_steps=config.warmup_steps, max_steps=config.max_steps
         )
@@ -157,9 +152,9 @@ class _Run:
             group["lr"] = rate
         losses = torch.zeros(2 + len(exits), device=accelerator.device)
         for _ in range(config.gradient_accumulation):
-            ids, counted = self._next_batch()
+            ids, counted, *states = self._next_batch()
             with accelerator.accumulate(self.module):
-                total, parts = self.module(ids, counted, exits, dropped)
+                total, parts = self.module(ids, counted, exits, dropped, *states)
                 accelerator.backward(total)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(self.module.parameters(), config.max_grad_norm)
@@ -186,13 +181,13 @@ class _Run:
         )
         self.progress("train", position.step, config.max_steps)
 
-    def _next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _next_batch(self) -> list[torch.Tensor]:
         """Return this rank's next [batch_size, T] of the stream; ranks take neighbouring pieces."""
         count, ranks = self.config.batch_size, self.accelerator.num_processes
         first = self.position.sequences + self.accelerator.process_index * count
         self.position.sequences += count * ranks
-        ids, counted = self.training.batch(first, count, seed=self.config.seed)
-        return ids.to(self.accelerator.device), counted.to(self.accelerator.device)
+        batch = self.training.batch(first, count, seed=self.config.seed)
+        return [tensor.to(self.accelerator.device) for tensor in batch]
 
     def _between_steps(self) -> None:
         step, over = self.position.step, self._is_over()
@@ -203,15 +198,15 @@ class _Run:
 
     def _evaluate(self) -> dict[str, Any]:
         """Return full-depth perplexity and alpha per exit on the held-out sequences; every rank does all of them."""
-        device, size = self.accelerator.device, self.config.batch_size
+        device, size, total = self.accelerator.device, self.config.batch_size, len(self.held_out)
         counts = torch.zeros(2 + len(self.exits), dtype=torch.float64, device=device)
         self.module.eval()
         with torch.no_grad():
-            for start in range(0, len(self.held_out), size):
-                ids = self.held_out.ids[start : start + size].long().to(device)
-                counted = self.held_out.counted[start : start + size].to(device)
-                counts += self.module(ids, counted, self.exits)[0]
-                self.progress("evaluate", min(start + size, len(self.held_out)), len(self.held_out))
+            for start in range(0, total, size):
+                batch = self.held_out.read(list(range(start, min(start + size, total))))
+                ids, counted, *states = [tensor.to(device) for tensor in batch]
+                counts += self.module(ids, counted, self.exits, frozenset(), *states)[0]
+                self.progress("evaluate", min(start + size, total), total)
         self.module.train()
         tokens, nll, *agreed = counts.tolist()
         if not tokens:
@@ -239,12 +234,12 @@ class _Run:
 
     def _save_state(self) -> None:
         self._read_clock()
-        checkpoint.save_state(self.accelerator, self.output, self.position.step, self.about)
+        checkpoint.save_state(self.accelerator, self.output / self.files.states, self.position.step, self.about)
 
     def _log(self, record: dict[str, Any]) -> None:
         self.metrics.write(record)
         if self.accelerator.trackers:
-            self.accelerator.log(_flat(record), step=record["step"])
+            self.accelerator.log(flat(record), step=record["step"])
 
     def _facts(self, after: dict[str, Any]) -> dict[str, Any]:
         position, before = self.position, self.position.before
@@ -278,14 +273,3 @@ def _load_data(config: TrainConfig, tokenizer: Any, ranks: int) -> tuple[Sequenc
         messages_field=config.messages_field,
         seed=config.seed,
     )
-
-
-def _flat(record: dict[str, Any]) -> dict[str, float]:
-    """Turn {"alpha": {"6": 0.5}} into {"alpha/6": 0.5}, which trackers draw as one curve each."""
-    flat: dict[str, float] = {}
-    for name, value in record.items():
-        if isinstance(value, dict):
-            flat.update({f"{name}/{key}": inner for key, inner in value.items()})
-        else:
-            flat[name] = value
-    return flat

@@ -114,6 +114,8 @@ class _FusedLoss(torch.autograd.Function):
                     if index == 0 and distil and num_exits:
                         teacher = log_q
                     losses[index] += loss / num_tokens
+                    if share == 0:
+                        continue
                     grad = (grad * (share / num_tokens)).to(compute)
                     grad_hidden[index, rows] = (grad @ head).to(hidden.dtype)
                     if grad_weight is not None:

@@ -41,3 +41,14 @@ class Metrics:
         if self.enabled:
             with self.path.open("a", encoding="utf-8") as handle:
                 handle.write(json.dumps(record) + "\n")
+
+
+def flat(record: dict[str, Any]) -> dict[str, float]:
+    """Turn {"alpha": {"6": 0.5}} into {"alpha/6": 0.5}, which trackers draw as one curve each."""
+    result: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            result.update({f"{name}/{key}": inner for key, inner in value.items()})
+        else:
+            result[name] = value
+    return result

@@ -1,17 +1,19 @@
-"""The module that owns the training forward: it drives the layers itself, so that a dropped layer is not called.
+"""The modules that own the training forward: they drive the layers themselves, so that a dropped layer is not called.
 
-It is what accelerate wraps, so everything that touches weights, evaluation included, goes through its `forward`. It
-reads no cache and builds no logits larger than a chunk. It knows nothing of steps, data or files.
+One of them is what accelerate wraps, so everything that touches weights, evaluation included, goes through its
+`forward`. They read no cache and build no logits larger than a chunk. They know nothing of steps, data or files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from selfspec_tune.model.exit_head import ExitHead
 from selfspec_tune.model.families import describe
 from selfspec_tune.train.loss import agreement_counts, early_exit_loss
 
@@ -55,10 +57,7 @@ class EarlyExitModule(nn.Module):
         Returns:
             Training: (total, [1 + exits] losses). Evaluation: ([2 + exits] counts,).
         """
-        taps = self.normed_hidden(ids, exits, dropped)
-        predicts = counted[:, 1:].to(torch.bool)
-        hidden = torch.stack([tap[:, :-1][predicts] for tap in taps])
-        targets = ids[:, 1:][predicts]
+        hidden, targets = predictions(self.normed_hidden(ids, exits, dropped), ids, counted)
         head = self.model.lm_head.weight
         if not self.training:
             return (agreement_counts(hidden, head, targets),)
@@ -67,28 +66,128 @@ class EarlyExitModule(nn.Module):
     def normed_hidden(
         self, ids: torch.Tensor, exits: tuple[int, ...], dropped: frozenset[int] = frozenset()
     ) -> list[torch.Tensor]:
-        """Return 1 + exits hidden states [B, T, d] after the final norm: the final layer's, then one per exit.
+        """Return 1 + exits hidden states [B, T, d] after the final norm: the final layer's, then one per exit."""
+        return [self.model.model.norm(hidden) for hidden in self.hidden_states(ids, exits, dropped)]
+
+    def hidden_states(
+        self, ids: torch.Tensor, exits: tuple[int, ...], dropped: frozenset[int] = frozenset()
+    ) -> list[torch.Tensor]:
+        """Return 1 + exits hidden states [B, T, d] without the final norm: the final layer's, then one per exit.
 
         The hidden state at exit E is what layers 0..E-1 produced, dropped ones left out.
         """
         inner = self.model.model
         hidden = inner.embed_tokens(ids)
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        rotary = inner.rotary_emb(hidden, position_ids=positions)
-        masks = {window: _window_mask(ids.shape[1], window, ids.device) for window in set(self.windows)}
+        arguments = layer_arguments(inner.rotary_emb, hidden, self.windows)
         taps = []
         for index, layer in enumerate(inner.layers):
             if index not in dropped:
-                hidden = self._run(layer, hidden, masks[self.windows[index]], positions, rotary)
+                hidden = self._run(layer, hidden, arguments[self.windows[index]])
             if index + 1 in exits:
-                taps.append(inner.norm(hidden))
-        return [inner.norm(hidden), *taps]
+                taps.append(hidden)
+        return [hidden, *taps]
 
-    def _run(self, layer: nn.Module, hidden: torch.Tensor, mask: Any, positions: torch.Tensor, rotary: Any) -> Any:
-        arguments = {"attention_mask": mask, "position_ids": positions, "position_embeddings": rotary}
+    def _run(self, layer: nn.Module, hidden: torch.Tensor, arguments: dict[str, Any]) -> Any:
         if self.gradient_checkpointing and self.training:
             return checkpoint(layer, hidden, use_reentrant=False, **arguments)
         return layer(hidden, **arguments)
+
+
+class ExitHeadModule(nn.Module):
+    """An early-exit head after layer E of a frozen target; the forward contract is that of `EarlyExitModule`.
+
+    The target is no part of the module: accelerate does not wrap it, states do not hold it, no optimizer sees it.
+
+    Args:
+        target: the frozen model, on the device it will be used on.
+        head: its head, trainable.
+        states_dtype: what the target's hidden states are rounded to, so that decoding's dtype is what is trained on.
+        exit_loss: kl or ce.
+    """
+
+    def __init__(
+        self, target: EarlyExitModule, head: ExitHead, *, states_dtype: torch.dtype, exit_loss: str = "kl"
+    ) -> None:
+        super().__init__()
+        self.head = head
+        self.states_dtype, self.exit_loss = states_dtype, exit_loss
+        self.window = target.windows[head.exit_layer]
+        self.outside: tuple[EarlyExitModule | None, Any, torch.Tensor] = (
+            target,
+            target.model.model.rotary_emb,
+            target.model.lm_head.weight.detach(),
+        )
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        counted: torch.Tensor,
+        exits: tuple[int, ...],
+        dropped: frozenset[int] = frozenset(),
+        states: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the loss of the one exit in training mode, counts in evaluation mode; see `loss.py` for both.
+
+        Args:
+            ids: [B, T] token ids.
+            counted: [B, T] bool; False for a token that is read but not predicted, such as a prompt's.
+            exits: (E,).
+            dropped: empty; the target is whole.
+            states: [B, 2, T, d] of `target_states`, where they are known.
+
+        Returns:
+            Training: (total, [2] losses: the target's cross entropy and the exit's). Evaluation: ([3] counts,).
+        """
+        if exits != (self.head.exit_layer,) or dropped:
+            raise ValueError(f"this head is for exit {self.head.exit_layer} and a target with all its layers")
+        known = self.target_states(ids) if states is None else states
+        dtype = self.head.norm.weight.dtype
+        final, early = known[:, 0].to(dtype), known[:, 1].to(dtype)
+        _, rotary, weight = self.outside
+        adapted = self.head.block(early, **layer_arguments(rotary, early, (self.window,))[self.window])
+        hidden, targets = predictions([final, self.head.norm(adapted)], ids, counted)
+        if not self.training:
+            return (agreement_counts(hidden, weight, targets),)
+        return early_exit_loss(hidden, weight, targets, exit_weight=1.0, kind=self.exit_loss)
+
+    @torch.no_grad()
+    def target_states(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return [B, 2, T, d] of the target: hidden states after the final norm, and those at exit E before any."""
+        target = self.outside[0]
+        if target is None:
+            raise ValueError("the target was released: its states must be given")
+        with torch.autocast(ids.device.type, enabled=False):
+            final, early = target.hidden_states(ids, (self.head.exit_layer,))
+            return torch.stack([target.model.model.norm(final), early], 1).to(self.states_dtype)
+
+    def release_target(self) -> None:
+        """Let go of the target's layers: from now on all states are given."""
+        self.outside = (None, *self.outside[1:])
+
+
+def predictions(
+    hidden: list[torch.Tensor], ids: torch.Tensor, counted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pick the rows that predict a counted token: M tensors [B, T, d] → ([M, N, d], targets [N])."""
+    predicts = counted[:, 1:].to(torch.bool)
+    return torch.stack([each[:, :-1][predicts] for each in hidden]), ids[:, 1:][predicts]
+
+
+def layer_arguments(
+    rotary: Any, hidden: torch.Tensor, windows: Iterable[int | None]
+) -> dict[int | None, dict[str, Any]]:
+    """Return, per attention window, what a transformers layer takes besides its hidden states [B, T, d]."""
+    length, device = hidden.shape[1], hidden.device
+    positions = torch.arange(length, device=device)[None]
+    embeddings = rotary(hidden, position_ids=positions)
+    return {
+        window: {
+            "attention_mask": _window_mask(length, window, device),
+            "position_ids": positions,
+            "position_embeddings": embeddings,
+        }
+        for window in set(windows)
+    }
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:

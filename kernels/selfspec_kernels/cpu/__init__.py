@@ -21,6 +21,10 @@ LEAST_WORK = 1 << 16
 """Multiply-adds below which a call is not split over threads."""
 
 
+enabled = True
+"""Set to False to run the reference instead."""
+
+
 @cache
 def available() -> bool:
     """Whether numba is installed."""
@@ -29,7 +33,7 @@ def available() -> bool:
 
 def runs(tensor: Tensor) -> bool:
     """Whether these kernels can work on a tensor like this."""
-    return tensor.device.type == "cpu" and tensor.dtype in FORMATS and available()
+    return tensor.device.type == "cpu" and tensor.dtype in FORMATS and enabled and available()
 
 
 def few_row_linear(
@@ -172,9 +176,8 @@ def _tasks(work: int) -> int:
 
     One part runs on the calling thread: waking others costs more than a small call, and much more on a busy machine.
     """
-    if work < LEAST_WORK:
-        return 1
-    return _use_threads(torch.get_num_threads())
+    threads = torch.get_num_threads()
+    return 1 if work < LEAST_WORK or threads == 1 else _use_threads(threads)
 
 
 @cache
@@ -183,4 +186,6 @@ def _use_threads(count: int) -> int:
 
     count = min(count, numba.config.NUMBA_NUM_THREADS)
     numba.set_num_threads(count)
+    # numba's first parallel call sets the thread number of the OpenMP library, which torch may share.
+    torch.set_num_threads(count)
     return int(count)

@@ -1,0 +1,130 @@
+"""Low precision: the model's own layers and head, their weights quantised to 8 or 4 bits, draft.
+
+Weight-only: activations stay as they are (compare QSpec, arXiv 2410.11305). The full-precision weights verify from
+layer 0 and overwrite the draft's keys and values, so the prefix that every draft reads is exact and there is no second
+cache. The draft is no target arithmetic: none of its calls is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from selfspec_kernels import PackedWeight, compiled, few_row_linear, pack, packable
+from torch import Tensor
+
+from selfspec_tune.decode.drafters import ChooseToken, Draft, Drafter, Enough, Source, never
+from selfspec_tune.errors import UserError
+from selfspec_tune.model.cache import SharedKVCache
+from selfspec_tune.model.decoder import LayeredDecoder
+
+BITS = (4, 8)
+
+
+class LowPrecisionDrafter(Drafter):
+    """Draft with quantised copies of layers 0..E and of the head.
+
+    Args:
+        decoder: the model.
+        bits: of the layers' weights, 4 or 8.
+        head_bits: of the head's; default: `bits`.
+        exit_layer: E; None for all layers.
+
+    Attributes:
+        num_bytes: memory the copies take.
+        unpacked: weights left as they are because of their shape, and why.
+
+    Raises:
+        UserError: no compiled product for this device and dtype, an unknown number of bits, or too little memory.
+    """
+
+    name = "low-precision"
+
+    def __init__(
+        self, decoder: LayeredDecoder, bits: int = 4, head_bits: int | None = None, exit_layer: int | None = None
+    ) -> None:
+        head_bits = bits if head_bits is None else head_bits
+        for value in (bits, head_bits):
+            if value not in BITS:
+                raise UserError("a draft cannot have so many bits", got=value, allowed="4, 8", command="--draft-bits 4")
+        if exit_layer is not None and not 1 <= exit_layer <= decoder.num_layers:
+            raise UserError("exit_layer is out of range", got=exit_layer, allowed=f"1..{decoder.num_layers}")
+        if not compiled(decoder.head[0]):
+            raise UserError(
+                "low-precision drafts have no fast product for this device and dtype",
+                got=f"{decoder.device}, {decoder.dtype}",
+                allowed="a CPU with float32 or bfloat16 weights, and numba",
+                command="pip install 'selfspec[cpu]', or another --drafter",
+            )
+        self.decoder, self.exit_layer = decoder, exit_layer
+        self.unpacked: list[str] = []
+        check_memory(estimate_bytes(decoder, bits, head_bits, exit_layer))
+        last = exit_layer or decoder.num_layers
+        self.layers = [layer.with_weights(self._packer(bits)) for layer in decoder.layers(0, last)]
+        self.head = self._packer(head_bits)(decoder.head[0], "head")
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory the quantised copies take."""
+        weights = [weight for layer in self.layers for weight, _ in layer.products()] + [self.head]
+        return sum(weight.num_bytes for weight in weights if isinstance(weight, PackedWeight))
+
+    def propose(
+        self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken, source: Source, enough: Enough = never
+    ) -> Draft:
+        """Draft k tokens; their keys and values are the draft's own until verification writes the exact ones."""
+        tokens: list[Tensor] = []
+        probabilities: list[Tensor] = []
+        token = last
+        while len(tokens) < k and not (tokens and enough()):
+            token, q = choose(self._logits(token, cache, len(tokens)), len(tokens))
+            tokens.append(token)
+            if q is not None:
+                probabilities.append(q)
+        return Draft(torch.stack(tokens, 1), torch.stack(probabilities, 1) if probabilities else None, None, 0)
+
+    def _logits(self, token: Tensor, cache: SharedKVCache, offset: int) -> Tensor:
+        """Return fp32 logits [B, V] after `token` [B] at position committed + offset."""
+        decoder = self.decoder
+        step = decoder.step(cache.committed[:, None] + offset, 1, cache, 0, len(self.layers))
+        hidden = decoder.embed(token[:, None])
+        for layer in self.layers:
+            hidden = layer(hidden, step)
+        head = few_row_linear(hidden, self.head, decoder.head[1], norm=decoder.final_norm, out_dtype=torch.float32)
+        return head[:, 0]
+
+    def _packer(self, bits: int) -> Any:
+        def packed(weight: Tensor, name: str) -> Tensor | PackedWeight:
+            reason = packable(weight, bits)
+            if reason:
+                self.unpacked.append(f"{name}: {reason}")
+                return weight
+            return pack(weight, bits)
+
+        return packed
+
+
+def estimate_bytes(decoder: LayeredDecoder, bits: int, head_bits: int, exit_layer: int | None) -> int:
+    """Return about how many bytes the copies of a draft take: the weights and one fp32 scale per group or row."""
+
+    def sizes() -> Iterator[tuple[int, int]]:
+        for layer in range(exit_layer or decoder.num_layers):
+            for weight, _ in decoder.products(layer):
+                yield weight.numel(), bits
+        yield decoder.head[0].numel(), head_bits
+
+    return sum(count * each // 8 + (count // 8 if each == 4 else 0) for count, each in sizes())
+
+
+def check_memory(needed: int) -> None:
+    """Raise a UserError unless `needed` bytes of the machine's memory are free."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(
+            "a low-precision draft does not fit the memory",
+            got=f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free",
+            command="--draft-bits 4, fewer layers with --exit-layer, or --drafter copy",
+        )
