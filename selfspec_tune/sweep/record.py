@@ -78,6 +78,7 @@ def measured_on(engine: Engine) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": _version("transformers"),
         "triton": _version("triton"),
+        "numba": _version("numba"),
     }
 
 

@@ -1,0 +1,177 @@
+"""Compare drafters by domain: acceptance, costs, predicted and measured speed-up over plain decoding of the same engine.
+
+One process; every prompt is decoded plainly and with each drafter in turn, so that a busy machine slows all alike. The
+speed-up is the median over prompts of plain ÷ drafted seconds per token, prefill left out, with its quartiles. A file of
+prompts is a domain, named by its stem. Greedy tokens are compared.
+
+    python scripts/bench_drafters.py MODEL --prompts code.jsonl --prompts chat.jsonl [--drafters copy,low-precision-4]
+        [--k-policy cost] [--num-prompts 4] [--max-new-tokens 64] [--temperature 0] [--dtype auto] [--json]
+
+Exit code 1 if any greedy token differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+from selfspec_tune.config import DecodeConfig, PromptConfig
+from selfspec_tune.decode.drafters import Drafter
+from selfspec_tune.decode.drafters.hybrid import HybridDrafter
+from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.plan import make_drafter
+from selfspec_tune.decode.policy import CostPolicy, DraftCosts, DraftPolicy, Policy, WindowPolicy
+from selfspec_tune.decode.price import draft_costs
+from selfspec_tune.decode.prompts import read_requests
+from selfspec_tune.decode.sampling import SamplingParams
+from selfspec_tune.decode.stats import Stats
+from selfspec_tune.errors import UserError
+from selfspec_tune.model.decoder import load_decoder
+from selfspec_tune.model.load import end_tokens, load_tokenizer
+
+DRAFTERS = "copy,low-precision-8,low-precision-4,hybrid"
+
+
+@dataclass
+class Arm:
+    """One drafter with its policy, which learns over all prompts, and what came of it by domain."""
+
+    drafter: Drafter
+    costs: dict[str, DraftCosts]
+    policy: Policy
+    stats: dict[str, Stats] = field(default_factory=dict)
+    ratios: dict[str, list[float]] = field(default_factory=dict)
+    different: int = 0
+
+    def add(self, domain: str, plain: Stats, drafted: Stats) -> None:
+        """Count one prompt."""
+        self.stats.setdefault(domain, Stats()).add(drafted)
+        if plain.emitted > 1 and drafted.emitted > 1:
+            self.ratios.setdefault(domain, []).append(per_token(plain) / per_token(drafted))
+
+    def row(self, domain: str) -> dict[str, Any]:
+        """Return the figures of a domain, or of all for ""."""
+        stats, ratios = Stats(), []
+        for name in self.stats:
+            if domain in ("", name):
+                stats.add(self.stats[name])
+                ratios += self.ratios.get(name, [])
+        low, middle, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [median(ratios)] * 3
+        values = stats.to_dict()
+        k = stats.drafted / stats.rounds if stats.rounds else 0.0
+        costs = self.costs[self.drafter.name] if self.drafter.name in self.costs else None
+        decoded, predicted, v = stats.emitted - stats.from_prefill, None, None
+        if costs is not None:
+            v = costs.verify_ratio[max(0, round(k) - 1)]
+            plain_steps = max(0, decoded - stats.accepted - stats.rounds)
+            predicted = decoded / (stats.drafted * costs.cost_ratio + stats.rounds * v + plain_steps)
+        return {
+            "alpha": values["alpha"],
+            "tokens_per_round": values["tokens_per_round"],
+            "k": k,
+            "cost_ratio": costs.cost_ratio if costs else None,
+            "verify_ratio": v,
+            "speedup_predicted": predicted,
+            "speedup": middle,
+            "quartiles": [low, high],
+            "num_tokens": stats.emitted,
+        }
+
+
+def per_token(stats: Stats) -> float:
+    """Return decoding seconds per token without prefill."""
+    return (stats.total_seconds - stats.prefill_seconds) / (stats.emitted - 1)
+
+
+def make_arm(name: str, engine: Engine, options: argparse.Namespace) -> Arm:
+    """Make a drafter (low-precision-8 and -4 say their bits) and its policy from timed costs."""
+    kind, _, bits = name.partition("-precision-")
+    config = DecodeConfig(draft_bits="8" if bits == "8" else "4")
+    drafter_name = "low-precision" if bits else kind
+    drafter = make_drafter(drafter_name, engine.decoder, options.model, options.exit_layer, config)
+    parts = [drafter.copy, drafter.other] if isinstance(drafter, HybridDrafter) else [drafter]
+    costs = {part.name: draft_costs(engine, part) for part in parts}
+    policies: dict[str, Policy] = {
+        "cost": CostPolicy(costs),
+        "window": WindowPolicy(options.num_draft_tokens),
+        "fixed": DraftPolicy(options.num_draft_tokens),
+    }
+    return Arm(drafter, costs, policies[options.k_policy])
+
+
+def main() -> int:
+    """Read prompts, decode in turn, print one table or JSON."""
+    options = parse()
+    tokenizer = load_tokenizer(options.model)
+    params = SamplingParams(options.temperature, seed=1)
+    prompts: list[tuple[str, Request]] = []
+    for path in options.prompts:
+        _, requests = read_requests(
+            path, tokenizer, PromptConfig(), max_new_tokens=options.max_new_tokens, limit=options.num_prompts
+        )
+        prompts += [(path.stem, request) for request in requests]
+    decoder = load_decoder(options.model, dtype=options.dtype)
+    engine = Engine(decoder, tokenizer, end_tokens=end_tokens(decoder.model))
+    arms = {name: make_arm(name, engine, options) for name in options.drafters.split(",")}
+    for number, (domain, request) in enumerate(prompts):
+        print(f"{number + 1}/{len(prompts)} {domain}", file=sys.stderr, flush=True)
+        for arm in arms.values():
+            [plain], plain_stats = engine.generate([request], params)
+            [drafted], stats = engine.generate([request], params, arm.drafter, arm.policy)
+            arm.different += params.greedy and plain.token_ids != drafted.token_ids
+            arm.add(domain, plain_stats, stats)
+    domains = [*dict.fromkeys(domain for domain, _ in prompts), ""]
+    rows = {name: {domain or "all": arm.row(domain) for domain in domains} for name, arm in arms.items()}
+    different = sum(arm.different for arm in arms.values())
+    about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "dtype": str(decoder.dtype)}
+    if options.json:
+        print(json.dumps({**about, "drafters": rows, "prompts_that_differ": different}, indent=1))
+    else:
+        show(rows)
+        print(f"{about}; prompts whose greedy tokens differ: {different}")
+    return 1 if different else 0
+
+
+def show(rows: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Print the table as Markdown."""
+    print(
+        "| drafter | domain | α | k | τ | c | v | predicted | measured (quartiles) |\n|---|---|---|---|---|---|---|---|---|"
+    )
+    for name, domains in rows.items():
+        for domain, row in domains.items():
+            names = ("alpha", "k", "tokens_per_round", "cost_ratio", "verify_ratio", "speedup_predicted", "speedup")
+            cells = ["" if row[key] is None else f"{row[key]:.2f}" for key in names]
+            low, high = row["quartiles"]
+            print(f"| {name} | {domain} | {' | '.join(cells)} ({low:.2f}–{high:.2f}) |")
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Compare drafters by domain.")
+    parser.add_argument("model")
+    parser.add_argument("--prompts", type=Path, action="append", required=True, help="JSONL; may be repeated")
+    parser.add_argument("--drafters", default=DRAFTERS, help=f"default: {DRAFTERS}; also layer-skip, exit-head")
+    parser.add_argument("--k-policy", default="cost", choices=["cost", "window", "fixed"])
+    parser.add_argument("--num-draft-tokens", type=int, default=3, help="k of fixed, first k of window")
+    parser.add_argument("--exit-layer", type=int, help="of layer-skip")
+    parser.add_argument("--num-prompts", type=int, default=4, help="per file")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
