@@ -1,11 +1,11 @@
-"""Compare drafters by domain: acceptance, costs, predicted and measured speed-up over plain decoding of the same engine.
+"""Compare drafters by domain: acceptance, costs, predicted and measured speed-up over plain decoding.
 
 One process; every prompt is decoded plainly and with each drafter in turn, so that a busy machine slows all alike. The
-speed-up is the median over prompts of plain ÷ drafted seconds per token, prefill left out, with its quartiles. A file of
-prompts is a domain, named by its stem. Greedy tokens are compared.
+speed-up is the median over prompts of plain ÷ drafted seconds per token, prefill left out, with its quartiles. A file
+of prompts is a domain, named by its stem. Greedy tokens are compared.
 
     python scripts/bench_drafters.py MODEL --prompts code.jsonl --prompts chat.jsonl [--drafters copy,low-precision-4]
-        [--k-policy cost] [--num-prompts 4] [--max-new-tokens 64] [--temperature 0] [--dtype auto] [--json]
+        [--k-policy cost] [--num-prompts 4] [--max-new-tokens 64] [--temperature 0] [--dtype auto] [--raw] [--json]
 
 Exit code 1 if any greedy token differs.
 """
@@ -66,7 +66,7 @@ class Arm:
         low, middle, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [median(ratios)] * 3
         values = stats.to_dict()
         k = stats.drafted / stats.rounds if stats.rounds else 0.0
-        costs = self.costs[self.drafter.name] if self.drafter.name in self.costs else None
+        costs = self.costs.get(self.drafter.name)
         decoded, predicted, v = stats.emitted - stats.from_prefill, None, None
         if costs is not None:
             v = costs.verify_ratio[max(0, round(k) - 1)]
@@ -112,10 +112,9 @@ def main() -> int:
     tokenizer = load_tokenizer(options.model)
     params = SamplingParams(options.temperature, seed=1)
     prompts: list[tuple[str, Request]] = []
+    limits = {"max_new_tokens": options.max_new_tokens, "limit": options.num_prompts}
     for path in options.prompts:
-        _, requests = read_requests(
-            path, tokenizer, PromptConfig(), max_new_tokens=options.max_new_tokens, limit=options.num_prompts
-        )
+        _, requests = read_requests(path, tokenizer, PromptConfig(raw=options.raw), **limits)
         prompts += [(path.stem, request) for request in requests]
     decoder = load_decoder(options.model, dtype=options.dtype)
     engine = Engine(decoder, tokenizer, end_tokens=end_tokens(decoder.model))
@@ -132,7 +131,7 @@ def main() -> int:
     different = sum(arm.different for arm in arms.values())
     about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "dtype": str(decoder.dtype)}
     if options.json:
-        print(json.dumps({**about, "drafters": rows, "prompts_that_differ": different}, indent=1))
+        print(json.dumps({**about, "drafters": rows, "prompts_that_differ": different}))
     else:
         show(rows)
         print(f"{about}; prompts whose greedy tokens differ: {different}")
@@ -141,9 +140,9 @@ def main() -> int:
 
 def show(rows: dict[str, dict[str, dict[str, Any]]]) -> None:
     """Print the table as Markdown."""
-    print(
-        "| drafter | domain | α | k | τ | c | v | predicted | measured (quartiles) |\n|---|---|---|---|---|---|---|---|---|"
-    )
+    titles = ("drafter", "domain", "α", "k", "τ", "c", "v", "predicted", "measured (quartiles)")
+    print(f"| {' | '.join(titles)} |")
+    print("|---" * len(titles) + "|")
     for name, domains in rows.items():
         for domain, row in domains.items():
             names = ("alpha", "k", "tokens_per_round", "cost_ratio", "verify_ratio", "speedup_predicted", "speedup")
@@ -165,6 +164,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--raw", action="store_true", help="no chat template")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 

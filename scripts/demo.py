@@ -93,8 +93,9 @@ class Steps:
         clear: Path | None = None,
         resumes: bool = False,
         outdates: Sequence[str] = (),
+        script: str | None = None,
     ) -> Json:
-        """Return the JSON result of `selfspec <arguments>`, from the kept one where `inputs` and `made` allow it.
+        """Return the JSON result of `selfspec <arguments>` or of a script, the kept one where `inputs` and `made` allow it.
 
         Args:
             name: names the step and its kept result.
@@ -103,18 +104,20 @@ class Steps:
             clear: file or directory removed before the step really runs.
             resumes: the step goes on from what it finds there, so clear only what was made from other inputs.
             outdates: steps whose kept results no longer hold once this one really runs.
+            script: run this script with the arguments instead of `selfspec`.
 
         Raises:
             UserError: the command failed. `regress` exits with 1 for a verdict that is a result all the same.
         """
         path = self.directory / f"{name}.json"
+        program = [selfspec()] if script is None else [sys.executable, str(SCRIPTS / script)]
         key = {"arguments": [str(a) for a in arguments], "inputs": inputs}
         kept = None if self.force or not path.is_file() else read_json(path)
         same = kept is not None and kept.get("key") == key
         if kept is not None and same and "result" in kept and all(p.exists() for p in made):
             say(f"== {name}: done before")
             return dict(kept["result"])
-        say(f"== {name}: selfspec {' '.join(str(a) for a in arguments)}")
+        say(f"== {name}: {script or 'selfspec'} {' '.join(str(a) for a in arguments)}")
         if clear is not None and not (resumes and (same or (kept is None and not self.force))):
             if clear.is_dir():
                 shutil.rmtree(clear)
@@ -123,9 +126,9 @@ class Steps:
         for other in outdates:
             (self.directory / f"{other}.json").unlink(missing_ok=True)
         write_json(path, {"key": key})
-        code, output = run([selfspec(), *arguments], capture=True)
+        code, output = run([*program, *arguments], capture=True)
         result = parse_result(output)
-        if result is None or code not in (0, 1) or (code == 1 and "passed" not in result):
+        if result is None or code not in (0, 1) or (code == 1 and script is None and "passed" not in result):
             raise UserError(f"step {name!r} failed with exit code {code}; its message is above")
         write_json(path, {"key": key, "result": result})
         return result
@@ -216,6 +219,8 @@ def chain(options: argparse.Namespace) -> dict[str, Json]:
     results["regress"] = steps.run("regress", command, inputs, [trained / FILE_NAME])
     cell = best_cell(results["sweep"])
     results["decode"] = decode_both(steps, trained, prompts, cell, inputs) if cell else {}
+    command = [trained, "--prompts", prompts, "--raw", "--num-prompts", "4", "--max-new-tokens", "64", "--json"]
+    results["drafters"] = steps.run("drafters", command, inputs, [], script="bench_drafters.py")
     return results
 
 

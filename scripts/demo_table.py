@@ -91,6 +91,35 @@ def _decode_rows(results: Json) -> list[list[str]]:
     return [["tokens/s", number(plain, 1), number(fast, 1), speed], ["outputs identical", "", identical, claim]]
 
 
+def _drafter_rows(results: Json) -> list[list[str]]:
+    rows = []
+    for name, domains in (_get(results, "drafters", "drafters") or {}).items():
+        row = domains.get("all") or {}
+        low, high = row.get("quartiles") or (None, None)
+        details = (
+            f"α {number(row.get('alpha'))}, c {number(row.get('cost_ratio'))}, v {number(row.get('verify_ratio'))}, "
+            f"τ {number(row.get('tokens_per_round'))}; quartiles ×{number(low)} to ×{number(high)}"
+        )
+        rows.append([f"other drafts: {name}", "×1.00", f"×{number(row.get('speedup'))} measured", details])
+    return rows
+
+
+def best_drafter(results: Json) -> str:
+    """Return a sentence on the fastest of the other drafts; "" where none was measured."""
+    drafters = _get(results, "drafters", "drafters") or {}
+    speeds = {name: _get(domains, "all", "speedup") for name, domains in drafters.items()}
+    speeds = {name: speed for name, speed in speeds.items() if isinstance(speed, int | float)}
+    if not speeds:
+        return ""
+    name = max(speeds, key=lambda name: speeds[name])
+    if speeds[name] <= 1:
+        return f"Of the drafts that need no training none pays here; the best, {name}, measured ×{speeds[name]:.2f}."
+    kind, _, bits = name.partition("-precision-")
+    flag = f"low-precision --draft-bits {bits}" if bits else kind
+    command = f"selfspec decode MODEL --drafter {flag} --k-policy cost"
+    return f"Of the drafts that need no training {name} is the fastest here: {command}"
+
+
 def honest_words(results: Json) -> list[str]:
     """Return the sentences under the table: whether it pays, what is missing where it does not, and any failure."""
     decode, artifact = _get(results, "decode") or {}, _get(results, "sweep", "artifact") or {}
@@ -111,6 +140,10 @@ def honest_words(results: Json) -> list[str]:
             )
     else:
         words.append("The sweep gave no result.")
+    if best_drafter(results):
+        words.append(best_drafter(results))
+    if _get(results, "drafters", "prompts_that_differ"):
+        words.append("OUTPUTS DIFFER with another draft: see what `selfspec check` says.")
     if decode.get("equal") is not None and decode["equal"] != decode.get("prompts"):
         words.append("OUTPUTS DIFFER between plain and speculative decoding: see what `selfspec check` says.")
     if _get(results, "regress", "passed") is False:
@@ -150,6 +183,7 @@ def print_table(results: Json) -> None:
         [*_alpha_rows(_get(results, "train") or {}), _perplexity_row(results)],
         [_choice_row(sweep), *_cell_rows(sweep)],
         _decode_rows(results),
+        _drafter_rows(results),
     ]
     for rows in sections:
         for row in rows:

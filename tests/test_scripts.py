@@ -181,6 +181,34 @@ def test_the_table_says_so_when_nothing_pays_or_outputs_differ(monkeypatch: pyte
     assert "did not pay" in " ".join(words(results)) and "DIFFER" not in " ".join(words(results))
 
 
+def test_the_table_names_the_fastest_other_draft(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = load("demo_table", monkeypatch)
+    arms: dict[str, Any] = {"copy": {"all": {"speedup": 0.99}}, "low-precision-4": {"all": {"speedup": 1.31}}}
+    results = {"drafters": {"drafters": arms, "prompts_that_differ": 0}}
+    table.print_table(results)
+    assert "×1.31 measured" in capsys.readouterr().out
+    assert "--drafter low-precision --draft-bits 4" in table.best_drafter(results)
+    arms["low-precision-4"]["all"]["speedup"] = 0.9
+    assert "none pays here; the best, copy, measured ×0.99" in table.best_drafter(results)
+    results["drafters"]["prompts_that_differ"] = 1
+    assert "OUTPUTS DIFFER" in " ".join(table.honest_words(results))
+
+
+def test_drafters_are_compared_on_a_tiny_model(checkpoint: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "code.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x): return f{i}(x)"}) + "\n" for i in range(2)))
+    arguments = ("--num-prompts", "2", "--max-new-tokens", "24", "--raw", "--json")
+    done = run("bench_drafters", checkpoint, "--prompts", prompts, *arguments)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["prompts_that_differ"] == 0
+    assert set(result["drafters"]) == {"copy", "low-precision-8", "low-precision-4", "hybrid"}
+    assert all(set(domains) == {"code", "all"} for domains in result["drafters"].values())
+    assert result["drafters"]["low-precision-8"]["all"]["speedup"] > 0
+
+
 def test_a_finished_demo_step_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     demo = load("demo", monkeypatch)
     calls: list[list[str]] = []

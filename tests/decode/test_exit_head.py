@@ -167,6 +167,36 @@ def test_the_heads_cache_is_that_of_one_full_pass(drafter: type[ExitHeadDrafter]
     assert holes(engine, made, policy(3), REQUESTS) == []
 
 
+def test_drafts_are_what_the_head_says_with_its_own_layer_and_norm() -> None:
+    engine, _ = make(batch_size=1)
+    decoder = engine.decoder
+    head = ExitHead(decoder.model, 3, torch.float32)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.abs().mean())
+    proposed: list[tuple[int, int]] = []
+
+    class Recording(ExitHeadDrafter):
+        def propose(self, last: Any, cache: SharedKVCache, k: int, *rest: Any) -> Draft:
+            draft = super().propose(last, cache, k, *rest)
+            proposed.append((int(cache.committed[0]), int(draft.tokens[0, 0])))
+            return draft
+
+    drafter = Recording(decoder, head)
+    tokens = REQUESTS[0].prompt_ids + engine.generate(REQUESTS[:1], GREEDY, drafter, Mixed(3))[0][0].token_ids
+    cache, positions = decoder.new_cache(1, len(tokens)), torch.arange(len(tokens))[None]
+    decoder.tap = None
+    with torch.inference_mode():
+        hidden = decoder.run_layers(decoder.embed(torch.tensor([tokens])), positions, cache, 0, 3, pad=False)
+        hidden = decoder.run_layers(hidden, positions, cache, drafter.layer, drafter.layer + 1, pad=False)
+        logits = torch.nn.functional.linear(head.norm(hidden[0]), decoder.model.lm_head.weight)
+    assert len(proposed) > 10
+    for position, token in proposed:
+        # The best, or so close to it that rounding may decide.
+        assert logits[position, token] >= logits[position].max() - 1e-3
+
+
 class TestBrokenDraftersLeaveHoles:
     """Each of these drafts correctly at first sight: the output is exact whatever the head reads."""
 
