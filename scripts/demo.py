@@ -95,7 +95,7 @@ class Steps:
         outdates: Sequence[str] = (),
         script: str | None = None,
     ) -> Json:
-        """Return the JSON result of `selfspec <arguments>` or of a script, the kept one where `inputs` and `made` allow it.
+        """Return the JSON result of `selfspec <arguments>` or of a script; a kept one where `inputs` and `made` allow.
 
         Args:
             name: names the step and its kept result.
