@@ -60,7 +60,7 @@ def differences(plain: Completion, other: Completion) -> list[int]:
 
 
 class Mixed(DraftPolicy):
-    """k = 3, a plain step, k = 1, k = 3, ... """
+    """k = 3, a plain step, k = 1, k = 3, ..."""
 
     def next(self, remaining: int, sources: Any) -> Any:
         self._rounds += 1
