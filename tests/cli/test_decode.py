@@ -90,7 +90,7 @@ def test_max_new_tokens_zero_and_stop(selfspec, checkpoint):
         (("--prompt", "x" * 2000, "--raw"), "longer than the model's context"),
         (("--prompt", "a", "--exit-layer", 0), "exit_layer is out of range"),
         (("--prompt", "a", "--exit-layer", 6), "exit_layer is out of range"),
-        (("--prompt", "a", "--num-draft-tokens", 2), "needs an exit layer"),
+        (("--prompt", "a", "--num-draft-tokens", 2), "needs a draft"),
         (("--prompt", "a", "--prompt-file", "b"), "more than one source"),
         (("--prompt-file", "no-such-file"), "does not exist"),
         (("--input", "no-such-file.jsonl", "--output", "out.jsonl"), "does not exist"),
