@@ -87,7 +87,7 @@ class DecodeConfig(PromptConfig):
     num_draft_tokens: int | None = None
     """Tokens drafted per round, with --k-policy cost at most; overrides selfspec.json."""
     k_policy: KPolicy | None = None
-    """fixed: k. window: k follows the last acceptances. cost: what pays most by costs timed at the start. [fixed]"""
+    """fixed (default), window: k follows the last acceptances, or cost: what pays most by costs timed at the start."""
     draft_bits: Literal["4", "8"] = "4"
     """low-precision: bits of the layers' weights."""
     draft_head_bits: Literal["4", "8"] | None = None
