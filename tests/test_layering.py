@@ -80,6 +80,7 @@ def imports(source: str, module: str, *, module_level: bool = False) -> set[str]
 
 def violations(source: str, module: str) -> list[str]:
     """Return one line per import of `source` that points the wrong way or loads what `module` must not know."""
+    extra = CPU_OPS_KNOW if module.startswith(f"{KERNELS}.cpu.") else set()
     layer, wrong = layer_of(module), []
     in_cli = layer == "cli"
     for name in sorted(imports(source, module)):
@@ -93,9 +94,8 @@ def violations(source: str, module: str) -> list[str]:
             wrong.append(f"{module} imports {name}: only cli/console.py draws")
         elif top in HEAVY and module.removeprefix(f"{PACKAGE}.").replace(".", "/") in NO_TORCH:
             wrong.append(f"{module} imports {name}: it must stay free of torch and its kin")
-        elif layer == KERNELS and top not in {"torch", "triton"} and top not in sys.stdlib_module_names:
-            if not (module.startswith(f"{KERNELS}.cpu.") and top in CPU_OPS_KNOW):
-                wrong.append(f"{module} imports {name}: the kernels know torch and triton only")
+        elif layer == KERNELS and top not in {"torch", "triton", *sys.stdlib_module_names, *extra}:
+            wrong.append(f"{module} imports {name}: the kernels know torch and triton only")
     if in_cli:
         for name in sorted(imports(source, module, module_level=True)):
             if name.split(".")[0] in HEAVY:
