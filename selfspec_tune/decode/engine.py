@@ -114,7 +114,7 @@ class Engine:
 
     def cache_for(self, slots: int) -> SharedKVCache:
         """Return the engine's one cache, emptied, with room for `slots` slots per row."""
-        if self._cache is None:
+        if self._cache is None or self._cache.num_layers < self.decoder.stored_layers:
             self._cache = self.decoder.new_cache(self.batch_size, slots)
         self._cache.committed.zero_()
         self._cache.reserve(slots)

@@ -86,8 +86,13 @@ class LayeredDecoder:
 
     def new_cache(self, batch_size: int = 1, capacity: int = 512) -> SharedKVCache:
         """Make an empty cache for `batch_size` rows, with room for the layers added so far."""
-        extra = len(self._layers) - self.num_layers
+        extra = self.stored_layers - self.num_layers
         return SharedKVCache(self.family, batch_size, capacity, self.dtype, self.device, extra_layers=extra)
+
+    @property
+    def stored_layers(self) -> int:
+        """Layers that a cache must have room for: the model's L, then those added."""
+        return len(self._layers)
 
     def add_layer(self, module: Any, like: int) -> int:
         """Add a layer that the model's own passes do not run; returns its index, for `run_layers` and the cache.

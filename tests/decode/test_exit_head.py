@@ -226,6 +226,16 @@ def test_shared_noise_samples_the_same_text_with_and_without_the_head() -> None:
     assert engine.generate(REQUESTS, ratio, drafter, DraftPolicy(3))[1].accepted > 0
 
 
+def test_a_head_made_after_the_first_request_finds_room_in_the_cache() -> None:
+    model = tiny_model()
+    engine = Engine(LayeredDecoder(model))
+    request = Request("a", prompt(30), 20)
+    plain = engine.generate([request], GREEDY)[0][0]
+    drafter = ExitHeadDrafter(engine.decoder, ExitHead(model, 3, torch.float32))
+    drafted, stats = engine.generate([request], GREEDY, drafter, DraftPolicy(3))
+    assert stats.rounds > 0 and drafted[0].token_ids == plain.token_ids
+
+
 def test_the_heads_layer_is_behind_the_models_in_the_one_cache() -> None:
     engine, drafter = make()
     assert drafter.layer == engine.decoder.num_layers == 6
