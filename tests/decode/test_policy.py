@@ -111,7 +111,8 @@ def test_drafting_that_does_not_pay_stops():
 
 
 def test_drafting_that_pays_goes_on():
-    """True mean 2.0 at a cost of 1.95: 200 runs of 2,000 rounds, of which a few may stop; judged every round."""
+    """True mean 2.0 at a cost of 1.95: 200 runs of 2,000 rounds, judged after each. One stops; 7 would with a margin
+    of 3 standard errors, 169 with none."""
     stops = 0
     for seed in range(200):
         draws, policy = random.Random(seed), DraftPolicy(4, round_cost=1.95)
@@ -119,7 +120,7 @@ def test_drafting_that_pays_goes_on():
             if not policy.stopped:
                 policy.observe(LAYER_SKIP, 4, draws.choice((0, 0, 1, 1, 1, 3)))
         stops += policy.stopped
-    assert stops <= 10
+    assert stops <= 4
 
 
 def test_without_measured_costs_nothing_is_judged():
