@@ -18,8 +18,8 @@ from selfspec_tune.decode.drafters import Source
 LEAST_ROUNDS = 24
 """Rounds seen before a fixed k is judged."""
 MARGIN = 4.5
-"""Standard errors by which the mean must lie below what pays, many as every round is judged: a draft that gains 2.5 % is
-stopped in about 1 of 200 runs of 2,000 rounds, one that is far from paying after the first `LEAST_ROUNDS` rounds."""
+"""Standard errors by which the mean must lie below what pays, many as every round is judged: a draft that gains 2.5 %
+is stopped in about 1 of 200 runs of 2,000 rounds, one far from paying after the first `LEAST_ROUNDS` rounds."""
 WINDOW = 64
 """Tested draft tokens from which `WindowPolicy` judges."""
 RAISE_ABOVE, LOWER_BELOW = 0.85, 0.70
