@@ -74,20 +74,16 @@ def _best_scale(groups: Tensor, limit: int) -> tuple[Tensor, Tensor]:
     The largest magnitude is tried at the upper and at the lower end (which has one level more), and shrunk a little:
     clipping one weight is often the smaller error.
     """
-    index = groups.abs().argmax(-1, keepdim=True)
-    extreme = groups.gather(-1, index)
-    best_error, best_scale, best_levels = None, None, None
+    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    best_error = torch.full_like(extreme, float("inf"))
+    best_scale, best_levels = torch.ones_like(extreme), torch.zeros_like(groups)
     for divisor in (limit, -(limit + 1), limit * 1.12, -(limit + 1) * 1.12):
         scale = extreme / divisor
         scale = torch.where(scale == 0, torch.ones_like(scale), scale)
         levels = (groups / scale).round().clamp(-limit - 1, limit)
         error = (levels * scale - groups).square().sum(-1, keepdim=True)
-        if best_error is None or best_scale is None or best_levels is None:
-            best_error, best_scale, best_levels = error, scale, levels
-        else:
-            better = error < best_error
-            best_error = torch.where(better, error, best_error)
-            best_scale = torch.where(better, scale, best_scale)
-            best_levels = torch.where(better, levels, best_levels)
-    assert best_scale is not None and best_levels is not None
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best_scale = torch.where(better, scale, best_scale)
+        best_levels = torch.where(better, levels, best_levels)
     return best_scale.squeeze(-1), best_levels

@@ -1,7 +1,7 @@
 """The ops on a CPU, compiled at their first call by numba (the extra `cpu`) and cached beside these files.
 
 Tensors go in by address. The bits of a result row depend on that row's inputs only (see `lanes`), so on CPUs every row
-count is one class. numba's cache looks only at the file a kernel stands in: after a change to `lanes` or `memory`,
+count is one class. numba's cache looks only at the file a kernel stands in: after a change to another one,
 remove the `__pycache__` folders.
 """
 
@@ -13,13 +13,13 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from selfspec_kernels.cpu import formats
 from selfspec_kernels.weights import PackedWeight
 
-FORMATS = {torch.float32: 0, torch.bfloat16: 1}
-PACKED_FORMATS = {8: 2, 4: 3}
+FORMATS = {torch.float32: formats.FLOAT32, torch.bfloat16: formats.BFLOAT16}
+PACKED_FORMATS = {8: formats.INT8, 4: formats.INT4}
 LEAST_WORK = 1 << 16
 """Multiply-adds below which a call is not split over threads."""
-
 
 enabled = True
 """Set to False to run the reference instead."""
@@ -135,7 +135,17 @@ def ragged_attention(
     window: int | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """See `selfspec_kernels.ragged_attention`."""
+    """Attention of rows that each see the slots up to their own position, with bits that depend on nothing else.
+
+    Args:
+        query: fp32 [B, T, H, D], rotated.
+        keys, values: [B, Hkv, S, D] views of one layer of the cache; H is a multiple of Hkv.
+        positions: [B, T].
+        window: see only so many of the last slots.
+
+    Returns:
+        [B, T, H · D] in `out_dtype`.
+    """
     from selfspec_kernels.cpu import attention
 
     batch, rows, num_heads, size = query.shape
@@ -163,7 +173,7 @@ def ragged_attention(
     if tasks == 1:
         attention.ragged_attention_serial(*arguments)
     else:
-        attention.ragged_attention_parallel(*arguments, tasks)
+        attention.ragged_attention_parallel(tasks, *arguments)
     return out
 
 

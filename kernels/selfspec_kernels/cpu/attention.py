@@ -9,22 +9,17 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit, prange
 
-from selfspec_kernels.cpu.linear import columns_bfloat16, columns_float32
-from selfspec_kernels.cpu.memory import FLOAT32, exp_row, load_row, pointer, store_row
+from selfspec_kernels.cpu.formats import FLOAT32
+from selfspec_kernels.cpu.linear import columns_bfloat16, columns_float32, normalise
+from selfspec_kernels.cpu.memory import bytes_of, exp_row, load_row, pointer, store_row
 
 
 @njit
 def _rotate(head, norm, number_format, eps, cos, sin, scratch):  # type: ignore[no-untyped-def]
     """Norm (where `norm` is not 0) and rotate one fp32 head in place; sin is negated in its first half."""
-    size, half = head.size, head.size // 2
+    half = head.size // 2
     if norm != 0:
-        address, square = head.ctypes.data, scratch[0:1]
-        columns_float32(address, address, 0, square.ctypes.data, 1, size, 0, 1, 0, 0, 0)
-        factor = np.float32(1.0) / np.sqrt(square[0] / np.float32(size) + np.float32(eps))
-        weight = np.empty(size, np.float32)
-        load_row(norm, number_format, weight)
-        for i in range(size):
-            head[i] = head[i] * factor * weight[i]
+        normalise(head, norm, number_format, eps, scratch)
     for i in range(half):
         first, second = head[i], head[i + half]
         head[i] = first * cos[i] + second * sin[i]
@@ -64,7 +59,7 @@ def rope_kv_write(  # type: ignore[no-untyped-def]
         query: address of the fp32 result [batch, rows, H, D].
         written: the first so many rows of each sequence are written; the others are padding.
     """
-    bytes_each = 4 if number_format == FLOAT32 else 2
+    bytes_each = bytes_of(number_format)
     head, scratch = np.empty(size, np.float32), np.empty(1, np.float32)
     places = carray(pointer(positions), (batch, rows), np.int64)
     width = num_heads + 2 * num_kv_heads
@@ -92,7 +87,7 @@ def rope_kv_write(  # type: ignore[no-untyped-def]
 @njit
 def _attend(query, keys, values, number_format, slots, group, size, out, out_format):  # type: ignore[no-untyped-def]
     """Attention of scaled fp32 queries [group, size] over the first `slots` keys and values at two addresses."""
-    bytes_each = 4 if number_format == FLOAT32 else 2
+    bytes_each = bytes_of(number_format)
     weights = np.empty((group, slots), np.float32)
     arguments = (0, weights.ctypes.data, group, size, 0, slots)
     if number_format == FLOAT32:
@@ -118,7 +113,7 @@ def _attend(query, keys, values, number_format, slots, group, size, out, out_for
     for g in range(group):
         for i in range(size):
             mixed[g, i] /= totals[g]
-        store_row(out + g * size * (4 if out_format == FLOAT32 else 2), out_format, mixed[g])
+        store_row(out + g * size * bytes_of(out_format), out_format, mixed[g])
 
 
 @njit
@@ -151,7 +146,7 @@ def attention_part(  # type: ignore[no-untyped-def]
     """
     group = num_heads // num_kv_heads
     places = carray(pointer(positions), (batch * rows,), np.int64)
-    bytes_each, out_bytes = 4 if number_format == FLOAT32 else 2, 4 if out_format == FLOAT32 else 2
+    bytes_each, out_bytes = bytes_of(number_format), bytes_of(out_format)
     scaled = np.empty((group, size), np.float32)
     for pair in range(task, batch * rows * num_kv_heads, tasks):
         row, kv_head = pair // num_kv_heads, pair % num_kv_heads
@@ -168,86 +163,13 @@ def attention_part(  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def ragged_attention_serial(  # type: ignore[no-untyped-def]
-    query,
-    scale,
-    keys,
-    values,
-    number_format,
-    positions,
-    window,
-    out,
-    out_format,
-    batch,
-    rows,
-    num_heads,
-    num_kv_heads,
-    size,
-    row_stride,
-    head_stride,
-):
-    """Attention on this thread; arguments as in `attention_part`."""
-    attention_part(
-        0,
-        1,
-        query,
-        scale,
-        keys,
-        values,
-        number_format,
-        positions,
-        window,
-        out,
-        out_format,
-        batch,
-        rows,
-        num_heads,
-        num_kv_heads,
-        size,
-        row_stride,
-        head_stride,
-    )
+def ragged_attention_serial(*arguments):  # type: ignore[no-untyped-def]
+    """Attention on this thread; arguments as `attention_part` has them from `query` on."""
+    attention_part(0, 1, *arguments)
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def ragged_attention_parallel(  # type: ignore[no-untyped-def]
-    query,
-    scale,
-    keys,
-    values,
-    number_format,
-    positions,
-    window,
-    out,
-    out_format,
-    batch,
-    rows,
-    num_heads,
-    num_kv_heads,
-    size,
-    row_stride,
-    head_stride,
-    tasks,
-):
+def ragged_attention_parallel(tasks, *arguments):  # type: ignore[no-untyped-def]
     """The same on numba's threads, in `tasks` parts."""
     for task in prange(tasks):
-        attention_part(
-            task,
-            tasks,
-            query,
-            scale,
-            keys,
-            values,
-            number_format,
-            positions,
-            window,
-            out,
-            out_format,
-            batch,
-            rows,
-            num_heads,
-            num_kv_heads,
-            size,
-            row_stride,
-            head_stride,
-        )
+        attention_part(task, tasks, *arguments)

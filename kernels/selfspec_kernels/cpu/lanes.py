@@ -8,6 +8,7 @@ split over threads, or how wide the CPU's registers are.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -61,10 +62,11 @@ class _Tile:
 
     def emit(self) -> None:
         whole = self.b.and_(self.size, I64(-self.step))
-        sums = self._loop(I64(0), whole, self.step, dict.fromkeys(self.cells, self.zero), self._vector_step)
+        body = self._group_step if self.format == "int4" else partial(self._step, LANES)
+        sums = self._loop(I64(0), whole, self.step, dict.fromkeys(self.cells, self.zero), body)
         totals = {cell: self._tree_sum(value) for cell, value in sums.items()}
         if self.format != "int4":
-            totals = self._loop(whole, self.size, 1, totals, self._scalar_step)
+            totals = self._loop(whole, self.size, 1, totals, partial(self._step, 1))
         for (row, column), total in totals.items():
             if self.format == "int8":
                 total = self.b.fmul(total, self._load_scale(column, I64(0)))
@@ -94,13 +96,12 @@ class _Tile:
         b.position_at_end(after)
         return carried
 
-    def _vector_step(self, position: Any, sums: dict) -> dict:
-        if self.format == "int4":
-            return self._group_step(position, sums)
-        weights = [self._load_weights(column, position, LANES) for column in self.columns]
+    def _step(self, count: int, position: Any, sums: dict) -> dict:
+        """Add the products of `count` elements, LANES as a vector or 1, to the sums."""
+        weights = [self._load_weights(column, position, count) for column in self.columns]
         results = {}
         for row in self.rows:
-            x = self._load_x(row, position, VECTOR)
+            x = self._load_x(row, position, VECTOR if count > 1 else F32)
             for column in self.columns:
                 results[row, column] = self._fma(x, weights[column], sums[row, column])
         return results
@@ -120,15 +121,6 @@ class _Tile:
                     parts[column] = self._fma(x, unpacked[column][piece], parts[column])
             for column in self.columns:
                 results[row, column] = self._fma(parts[column], scales[column], sums[row, column])
-        return results
-
-    def _scalar_step(self, position: Any, totals: dict) -> dict:
-        weights = [self._load_weights(column, position, 1) for column in self.columns]
-        results = {}
-        for row in self.rows:
-            x = self._load_x(row, position, F32)
-            for column in self.columns:
-                results[row, column] = self._fma(x, weights[column], totals[row, column])
         return results
 
     def _load_weights(self, column: int, position: Any, count: int) -> Any:

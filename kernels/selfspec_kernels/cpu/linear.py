@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 from numba import carray, njit, prange
 
+from selfspec_kernels.cpu.formats import BFLOAT16, FLOAT32, INT8
 from selfspec_kernels.cpu.lanes import make_tile
-from selfspec_kernels.cpu.memory import exp_row, load_row, pointer, store_row
-
-FLOAT32, BFLOAT16, INT8, INT4 = range(4)
-"""Weight formats; the first two are those of `memory`."""
+from selfspec_kernels.cpu.memory import bytes_of, exp_row, load_row, pointer, store_row
 
 
 def _make_columns(weight_format: str, narrow: int) -> Any:
@@ -60,7 +58,7 @@ _columns_int4 = _make_columns("int4", 2)
 
 
 @njit
-def _normalise(row, norm, number_format, eps, scratch):  # type: ignore[no-untyped-def]
+def normalise(row, norm, number_format, eps, scratch):  # type: ignore[no-untyped-def]
     """RMSNorm of an fp32 row, in place."""
     address, square = row.ctypes.data, scratch[0:1]
     columns_float32(address, address, 0, square.ctypes.data, 1, row.size, 0, 1, 0, 0, 0)
@@ -87,7 +85,7 @@ def _gate(row, gate_up, number_format):  # type: ignore[no-untyped-def]
 @njit
 def _finish(row, position, column, bias, residual, number_format, out, out_format):  # type: ignore[no-untyped-def]
     """Add bias and residual to part of a row of products, and write it to element `position` of out."""
-    bytes_each = 4 if number_format == FLOAT32 else 2
+    bytes_each = bytes_of(number_format)
     other = np.empty(row.size, np.float32)
     if bias != 0:
         load_row(bias + column * bytes_each, number_format, other)
@@ -101,7 +99,7 @@ def _finish(row, position, column, bias, residual, number_format, out, out_forma
         load_row(residual + position * bytes_each, number_format, other)
         for i in range(row.size):
             row[i] += other[i]
-    store_row(out + position * (4 if out_format == FLOAT32 else 2), out_format, row)
+    store_row(out + position * bytes_of(out_format), out_format, row)
 
 
 @njit
@@ -111,17 +109,17 @@ def prepare_inputs(x, norm, eps, gated, number_format, rows, size):  # type: ign
     Args:
         x: address of [rows, size] numbers, [rows, 2 · size] if `gated`.
         norm: address of the norm's weights, or 0.
-        number_format: of x and norm: `memory.FLOAT32` or `BFLOAT16`.
+        number_format: of x and norm: `formats.FLOAT32` or `BFLOAT16`.
     """
     inputs, scratch = np.empty((rows, size), np.float32), np.empty(1, np.float32)
-    bytes_each = 4 if number_format == FLOAT32 else 2
+    bytes_each = bytes_of(number_format)
     for row in range(rows):
         if gated:
             _gate(inputs[row], x + row * 2 * size * bytes_each, number_format)
         else:
             load_row(x + row * size * bytes_each, number_format, inputs[row])
         if norm != 0:
-            _normalise(inputs[row], norm, number_format, eps, scratch)
+            normalise(inputs[row], norm, number_format, eps, scratch)
     return inputs
 
 

@@ -9,8 +9,7 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-FLOAT32, BFLOAT16 = 0, 1
-"""Formats of activations, norms, biases and the cache."""
+from selfspec_kernels.cpu.formats import FLOAT32
 
 
 @intrinsic
@@ -21,6 +20,12 @@ def pointer(typing_context: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
     return types.voidptr(types.int64), generate
+
+
+@njit(inline="always")
+def bytes_of(number_format):  # type: ignore[no-untyped-def]
+    """Return the size of a number of an activation's format."""
+    return 4 if number_format == FLOAT32 else 2
 
 
 @njit(inline="always")
