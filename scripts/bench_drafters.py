@@ -24,7 +24,6 @@ import torch
 
 from selfspec_tune.config import DecodeConfig, PromptConfig
 from selfspec_tune.decode.drafters import Drafter
-from selfspec_tune.decode.drafters.hybrid import HybridDrafter
 from selfspec_tune.decode.engine import Engine, Request
 from selfspec_tune.decode.plan import make_drafter
 from selfspec_tune.decode.policy import CostPolicy, DraftCosts, DraftPolicy, Policy, WindowPolicy
@@ -96,8 +95,7 @@ def make_arm(name: str, engine: Engine, options: argparse.Namespace) -> Arm:
     config = DecodeConfig(draft_bits="8" if bits == "8" else "4")
     drafter_name = "low-precision" if bits else kind
     drafter = make_drafter(drafter_name, engine.decoder, options.model, options.exit_layer, config)
-    parts = [drafter.copy, drafter.other] if isinstance(drafter, HybridDrafter) else [drafter]
-    costs = {part.name: draft_costs(engine, part) for part in parts}
+    costs = {part.name: draft_costs(engine, part) for part in drafter.parts()}
     policies: dict[str, Policy] = {
         "cost": CostPolicy(costs),
         "window": WindowPolicy(options.num_draft_tokens),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from statistics import median
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import load_decoder
+from selfspec_tune.sweep.timing import sample_in_turn
 
 
 def main() -> int:
@@ -44,24 +44,12 @@ def main() -> int:
             "8": lambda inputs=inputs: [few_row_linear(inputs[w.shape[1]], w) for w in packed[8]],  # type: ignore[misc]
             "4": lambda inputs=inputs: [few_row_linear(inputs[w.shape[1]], w) for w in packed[4]],  # type: ignore[misc]
         }
-        times = in_turn(ways, options.repeats)
+        times = sample_in_turn(ways, options.repeats)
         cells = " | ".join(f"{1000 * median(values):.1f}" for values in times.values())
         ratio = median(a / b for a, b in zip(times["torch"], times["compiled"], strict=True))
         print(f"| {rows} | {cells} | {ratio:.2f} |", flush=True)
     print(f"ms; {options.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     return 0
-
-
-def in_turn(ways: dict[str, Callable[[], list[Tensor]]], repeats: int) -> dict[str, list[float]]:
-    """Run all ways `repeats` times in turn after one warm-up; return their seconds."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(repeats + 1):
-        for name, way in ways.items():
-            begin = time.perf_counter()
-            way()
-            if repeat:
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from selfspec_tune.config import Drafter, Numerics
 from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_json, write_json
 
@@ -74,6 +75,13 @@ def fingerprint(checkpoint: Path) -> str:
     return digest.hexdigest()
 
 
+def check_fingerprint(checkpoint: Path, found: str, problem: str, again: str) -> None:
+    """Raise a UserError that says `problem`, and `again` to mend it, unless `found` is the checkpoint's fingerprint."""
+    expected = fingerprint(checkpoint)
+    if found != expected:
+        raise UserError(problem, got=found[:12], allowed=expected[:12], command=again)
+
+
 def write(checkpoint: Path, artifact: Artifact) -> Path:
     """Write `artifact` beside the checkpoint, atomically, and return the path."""
     path = checkpoint / FILE_NAME
@@ -103,14 +111,7 @@ def read(checkpoint: Path) -> Artifact | None:
         artifact = Artifact(**content)
     except TypeError as error:
         raise UserError(f"{path} is incomplete: {error}", command=again) from None
-    expected = fingerprint(checkpoint)
-    if artifact.checkpoint_fingerprint != expected:
-        raise UserError(
-            f"{path} was written for other weights",
-            got=artifact.checkpoint_fingerprint[:12],
-            allowed=expected[:12],
-            command=again,
-        )
+    check_fingerprint(checkpoint, artifact.checkpoint_fingerprint, f"{path} was written for other weights", again)
     _validate(path, artifact, again)
     return artifact
 
@@ -121,7 +122,7 @@ def with_regress(artifact: Artifact, verdict: dict[str, Any]) -> Artifact:
 
 
 def _validate(path: Path, artifact: Artifact, again: str) -> None:
-    allowed = {"drafter": ("layer-skip", "low-precision", "copy", "exit-head", "hybrid"), "numerics": ("exact", "fast")}
+    allowed = {"drafter": get_args(Drafter), "numerics": get_args(Numerics)}
     for name, values in allowed.items():
         if getattr(artifact, name) not in values:
             got = getattr(artifact, name)

@@ -29,7 +29,7 @@ ALLOWED = {
     "decode": {"model", KERNELS},
     "model": {KERNELS},
     "config": {"errors", "files"},
-    "artifact": {"errors", "files"},
+    "artifact": {"config", "errors", "files"},
     "files": {"errors"},
     "errors": set(),
     "progress": set(),

@@ -46,7 +46,7 @@ def train(
       selfspec train --model Qwen/Qwen3-0.6B --output trained/ --train-data chats.jsonl --exits 6,10,14 --max-steps 2000
       selfspec train recipes/demo.yaml --set max_minutes=60 --set learning_rate=5e-5 --model MODEL --output trained/ \\
           --train-data wikitext:wikitext-2-raw-v1:train[:5000]
-      selfspec train --method exit-head --model MODEL --output MODEL --train-data chats.jsonl --exits 10 \
+      selfspec train --method exit-head --model MODEL --output MODEL --train-data chats.jsonl --exits 10 \\
           --learning-rate 5e-4 --max-steps 1000
     """
     layers = [configs.read_recipe(recipe)] if recipe else []

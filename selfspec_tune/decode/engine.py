@@ -107,8 +107,7 @@ class Engine:
         for request in requests:
             self.check(request)
         with torch.inference_mode():
-            self.decoder.rows, self.decoder.exact = self.rows, self.numerics == "exact"
-            self.decoder.tap = None  # a drafter that has one sets it when it starts
+            self._claim_decoder()
             run = _Run(self, requests, params, drafter, policy or DraftPolicy(0), on_text)
             return run.completions, run.decode()
 
@@ -125,10 +124,14 @@ class Engine:
 
         The cache's contents are whatever they are.
         """
-        self.decoder.rows, self.decoder.exact, self.decoder.tap = self.rows, self.numerics == "exact", None
+        self._claim_decoder()
         drafter.start(texts)
         cache = self.cache_for(len(texts[0]) + 2 * MAX_DRAFT_TOKENS)
         return cache, torch.tensor([text[-1] for text in texts], device=self.decoder.device)
+
+    def _claim_decoder(self) -> None:
+        """Set the decoder to this engine's numerics; a drafter that has a tap sets it when it starts."""
+        self.decoder.rows, self.decoder.exact, self.decoder.tap = self.rows, self.numerics == "exact", None
 
     def check(self, request: Request) -> None:
         """Raise a UserError if a request cannot be decoded: an empty prompt, or one longer than the context."""

@@ -176,8 +176,7 @@ def make_policy(
         return WindowPolicy(choice.num_draft_tokens)
     if options.k_policy != "cost":
         return DraftPolicy(choice.num_draft_tokens, choice.round_cost)
-    parts = [drafter.copy, drafter.other] if isinstance(drafter, HybridDrafter) else [drafter]
-    costs = {part.name: draft_costs(engine, part, progress=progress) for part in parts}
+    costs = {part.name: draft_costs(engine, part, progress=progress) for part in drafter.parts()}
     return CostPolicy(costs, k_max=choice.num_draft_tokens)
 
 

@@ -6,6 +6,7 @@ transformers' attention interface, transformers' own layer modules.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,8 +51,6 @@ class Step:
         self.num_slots = blocks_for(live) * BLOCK if exact else live
         if mode != "compiled":
             cache.clear_stale(ends, self.num_slots, start, stop)
-        rows = torch.arange(cache.batch_size, device=positions.device)[:, None]
-        self.slots = (rows * cache.capacity + positions[:, :num_written]).flatten()
         self.num_written = num_written
         self.rotary = rotary
         self._biases: dict[int | None, Tensor] = {}
@@ -67,7 +66,7 @@ class Step:
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write the real rows' keys and values [B, T, Hkv, D] into one layer of the cache."""
         written = self.num_written
-        self.cache.write(layer, self.slots, keys[:, :written], values[:, :written])
+        self.cache.write(layer, self._slots, keys[:, :written], values[:, :written])
 
     def attend(self, layer: int, query: Tensor, scale: float, window: int | None, dtype: torch.dtype) -> Tensor:
         """Attention of rotated queries [B, T, H, D] over one layer of the cache → [B, T, H·D] in `dtype`."""
@@ -84,6 +83,12 @@ class Step:
             query.to(dtype).transpose(1, 2), keys, values, attn_mask=mask, scale=scale, enable_gqa=True
         )
         return out.transpose(1, 2).flatten(2)
+
+    @cached_property
+    def _slots(self) -> Tensor:
+        """Flat slots [B · T] that the real rows write."""
+        rows = torch.arange(self.cache.batch_size, device=self.positions.device)[:, None]
+        return (rows * self.cache.capacity + self.positions[:, : self.num_written]).flatten()
 
     def _bias(self, window: int | None) -> Tensor:
         if window not in self._biases:

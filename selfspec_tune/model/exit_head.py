@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from selfspec_tune.artifact import EXIT_HEAD_FILE, fingerprint
+from selfspec_tune.artifact import EXIT_HEAD_FILE, check_fingerprint
 from selfspec_tune.errors import UserError
 
 SCHEMA_VERSION = 1
@@ -104,14 +104,7 @@ def read_facts(checkpoint: Path) -> HeadFacts:
     if facts.schema_version != SCHEMA_VERSION:
         got = facts.schema_version
         raise UserError(f"{path} has an unknown schema", got=got, allowed=SCHEMA_VERSION, command=again)
-    expected = fingerprint(checkpoint)
-    if facts.checkpoint_fingerprint != expected:
-        raise UserError(
-            f"{path} was trained for other weights",
-            got=facts.checkpoint_fingerprint[:12],
-            allowed=expected[:12],
-            command=again,
-        )
+    check_fingerprint(checkpoint, facts.checkpoint_fingerprint, f"{path} was trained for other weights", again)
     return facts
 
 

@@ -147,6 +147,14 @@ def repeat_in_turn(
     pieces: Mapping[str, Callable[[], object]], repeats: int, progress: Progress = silent
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Run all pieces in turn, `repeats` times after a warm-up; return their median seconds and relative spread."""
+    kept = sample_in_turn(pieces, repeats, progress)
+    return {name: median(values) for name, values in kept.items()}, {name: spread(v) for name, v in kept.items()}
+
+
+def sample_in_turn(
+    pieces: Mapping[str, Callable[[], object]], repeats: int, progress: Progress = silent
+) -> dict[str, list[float]]:
+    """Run all pieces in turn, `repeats` times after a warm-up; return their seconds."""
     samples: dict[str, list[float]] = {name: [] for name in pieces}
     total = WARM_UP + repeats
     for repeat in range(total):
@@ -158,8 +166,7 @@ def repeat_in_turn(
             _synchronise()
             samples[name].append(time.perf_counter() - begin)
     progress("measure costs", total, total)
-    kept = {name: values[WARM_UP:] for name, values in samples.items()}
-    return {name: median(values) for name, values in kept.items()}, {name: spread(v) for name, v in kept.items()}
+    return {name: values[WARM_UP:] for name, values in samples.items()}
 
 
 def spread(values: list[float]) -> float:

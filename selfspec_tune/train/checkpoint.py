@@ -220,13 +220,19 @@ def link_files(source: Path, output: Path) -> None:
             continue
         temporary = output / f".{path.name}.tmp"
         temporary.unlink(missing_ok=True)
-        try:
-            if path.suffix not in (".safetensors", ".bin"):
-                raise OSError  # small, and may be edited in one place only
-            os.link(path.resolve(), temporary)
-        except OSError:
+        # Other files are small, and may be edited in one place only.
+        if path.suffix not in (".safetensors", ".bin") or not _linked(path.resolve(), temporary):
             shutil.copyfile(path, temporary)
         temporary.replace(output / path.name)
+
+
+def _linked(source: Path, target: Path) -> bool:
+    """Make a hard link; False where the disk cannot."""
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True
 
 
 def write_facts(output: Path, facts: dict[str, Any], files: RunFiles) -> None:

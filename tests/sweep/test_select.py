@@ -154,7 +154,7 @@ def test_a_sweep_writes_an_artifact_that_can_be_read(
     assert written.speedup_predicted == best
     assert (written.numerics, written.rows, written.num_layers, written.k_max) == ("fast", [], 4, 3)
     assert written.eval_set == {"name": "prompts.jsonl", "num_prompts": 5, "num_tokens": 60, "temperature": 0.0}
-    assert set(written.measured_on) == {"device", "dtype", "threads", "torch", "transformers", "triton"}
+    assert set(written.measured_on) == {"device", "dtype", "threads", "torch", "transformers", "triton", "numba"}
     assert written.speedup_confirmed == asdict(found.confirmed[0])
     assert written.reason
     assert len(found.cells) == 9

@@ -72,6 +72,10 @@ class Drafter:
     def extend(self, row: int, tokens: list[int]) -> None:
         """Learn the tokens that a row emitted."""
 
+    def parts(self) -> list[Drafter]:
+        """Return the drafters whose costs are to be known."""
+        return [self]
+
     def sources(self) -> list[Source]:
         """Return what could be drafted in the coming round; empty if nothing."""
         return [Source(self.name)]

@@ -40,6 +40,10 @@ class HybridDrafter(Drafter):
         self.copy.extend(row, tokens)
         self.other.extend(row, tokens)
 
+    def parts(self) -> list[Drafter]:
+        """Return both drafters."""
+        return [self.copy, self.other]
+
     def sources(self) -> list[Source]:
         """Return the sources of `copy`, then those of `other`."""
         return [*self.copy.sources(), *self.other.sources()]

@@ -45,9 +45,10 @@ class LayerSkipDrafter(Drafter):
             positions = cache.committed[:, None] + offset
             hidden = decoder.run_layers(decoder.embed(token[:, None]), positions, cache, 0, exit_layer)
             states.append(hidden)
+            adapted = self.adapt(hidden, positions, cache)
             if not drafting:
                 break
-            token, q = choose(decoder.logits(hidden)[:, 0], offset)
+            token, q = choose(self.logits(adapted)[:, 0], offset)
             tokens.append(token)
             if q is not None:
                 probabilities.append(q)
@@ -58,3 +59,11 @@ class LayerSkipDrafter(Drafter):
             hidden=torch.cat(states, 1),
             resume_layer=exit_layer,
         )
+
+    def adapt(self, hidden: Tensor, positions: Tensor, cache: SharedKVCache) -> Tensor:
+        """Return what the head reads, from [B, 1, d] hidden states at exit E; called for every token of a draft."""
+        return hidden
+
+    def logits(self, adapted: Tensor) -> Tensor:
+        """Return fp32 logits [B, 1, V]."""
+        return self.decoder.logits(adapted)
