@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from selfspec_tune.config import DecodeConfig, PromptConfig
+from selfspec_tune.config import PromptConfig
 from selfspec_tune.decode.drafters import Drafter
+from selfspec_tune.decode.drafters.make import DraftSettings, make_drafter
 from selfspec_tune.decode.engine import Engine, Request
-from selfspec_tune.decode.plan import make_drafter
 from selfspec_tune.decode.policy import CostPolicy, DraftCosts, DraftPolicy, Policy, WindowPolicy
 from selfspec_tune.decode.price import draft_costs
 from selfspec_tune.decode.prompts import read_requests
@@ -34,6 +34,8 @@ from selfspec_tune.decode.stats import Stats
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import load_decoder
 from selfspec_tune.model.load import end_tokens, load_tokenizer
+from selfspec_tune.sweep.candidates import of_rounds
+from selfspec_tune.sweep.confirm import seconds_per_token
 
 DRAFTERS = "copy,low-precision-8,low-precision-4,hybrid"
 
@@ -42,6 +44,7 @@ DRAFTERS = "copy,low-precision-8,low-precision-4,hybrid"
 class Arm:
     """One drafter with its policy, which learns over all prompts, and what came of it by domain."""
 
+    settings: DraftSettings
     drafter: Drafter
     costs: dict[str, DraftCosts]
     policy: Policy
@@ -53,7 +56,7 @@ class Arm:
         """Count one prompt."""
         self.stats.setdefault(domain, Stats()).add(drafted)
         if plain.emitted > 1 and drafted.emitted > 1:
-            self.ratios.setdefault(domain, []).append(per_token(plain) / per_token(drafted))
+            self.ratios.setdefault(domain, []).append(seconds_per_token(plain) / seconds_per_token(drafted))
 
     def row(self, domain: str) -> dict[str, Any]:
         """Return the figures of a domain, or of all for ""."""
@@ -63,45 +66,33 @@ class Arm:
                 stats.add(self.stats[name])
                 ratios += self.ratios.get(name, [])
         low, middle, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [median(ratios)] * 3
-        values = stats.to_dict()
-        k = stats.drafted / stats.rounds if stats.rounds else 0.0
-        costs = self.costs.get(self.drafter.name)
-        decoded, predicted, v = stats.emitted - stats.from_prefill, None, None
-        if costs is not None:
-            v = costs.verify_ratio[max(0, round(k) - 1)]
-            plain_steps = max(0, decoded - stats.accepted - stats.rounds)
-            predicted = decoded / (stats.drafted * costs.cost_ratio + stats.rounds * v + plain_steps)
+        found = of_rounds(self.settings, stats, self.costs)
         return {
-            "alpha": values["alpha"],
-            "tokens_per_round": values["tokens_per_round"],
-            "k": k,
-            "cost_ratio": costs.cost_ratio if costs else None,
-            "verify_ratio": v,
-            "speedup_predicted": predicted,
+            "alpha": found.alpha,
+            "tokens_per_round": found.tokens_per_round,
+            "k": stats.drafted / stats.rounds if stats.rounds else 0.0,
+            "cost_ratio": found.cost_ratio,
+            "verify_ratio": found.verify_ratio,
+            "speedup_predicted": found.speedup_predicted,
             "speedup": middle,
             "quartiles": [low, high],
             "num_tokens": stats.emitted,
         }
 
 
-def per_token(stats: Stats) -> float:
-    """Return decoding seconds per token without prefill."""
-    return (stats.total_seconds - stats.prefill_seconds) / (stats.emitted - 1)
-
-
 def make_arm(name: str, engine: Engine, options: argparse.Namespace) -> Arm:
     """Make a drafter (low-precision-8 and -4 say their bits) and its policy from timed costs."""
     kind, _, bits = name.partition("-precision-")
-    config = DecodeConfig(draft_bits="8" if bits == "8" else "4")
-    drafter_name = "low-precision" if bits else kind
-    drafter = make_drafter(drafter_name, engine.decoder, options.model, options.exit_layer, config)
+    drafter_name: Any = "low-precision" if bits else kind
+    settings = DraftSettings(drafter_name, options.exit_layer, draft_bits=8 if bits == "8" else 4)
+    drafter = make_drafter(settings, engine.decoder, options.model)
     costs = {part.name: draft_costs(engine, part) for part in drafter.parts()}
     policies: dict[str, Policy] = {
         "cost": CostPolicy(costs),
         "window": WindowPolicy(options.num_draft_tokens),
         "fixed": DraftPolicy(options.num_draft_tokens),
     }
-    return Arm(drafter, costs, policies[options.k_policy])
+    return Arm(settings, drafter, costs, policies[options.k_policy])
 
 
 def main() -> int:

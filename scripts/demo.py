@@ -93,9 +93,8 @@ class Steps:
         clear: Path | None = None,
         resumes: bool = False,
         outdates: Sequence[str] = (),
-        script: str | None = None,
     ) -> Json:
-        """Return the JSON result of `selfspec <arguments>` or of a script; a kept one where `inputs` and `made` allow.
+        """Return the JSON result of `selfspec <arguments>`; a kept one where `inputs` and `made` allow.
 
         Args:
             name: names the step and its kept result.
@@ -104,20 +103,18 @@ class Steps:
             clear: file or directory removed before the step really runs.
             resumes: the step goes on from what it finds there, so clear only what was made from other inputs.
             outdates: steps whose kept results no longer hold once this one really runs.
-            script: run this script with the arguments instead of `selfspec`.
 
         Raises:
             UserError: the command failed. `regress` exits with 1 for a verdict that is a result all the same.
         """
         path = self.directory / f"{name}.json"
-        program = [selfspec()] if script is None else [sys.executable, str(SCRIPTS / script)]
         key = {"arguments": [str(a) for a in arguments], "inputs": inputs}
         kept = None if self.force or not path.is_file() else read_json(path)
         same = kept is not None and kept.get("key") == key
         if kept is not None and same and "result" in kept and all(p.exists() for p in made):
             say(f"== {name}: done before")
             return dict(kept["result"])
-        say(f"== {name}: {script or 'selfspec'} {' '.join(str(a) for a in arguments)}")
+        say(f"== {name}: selfspec {' '.join(str(a) for a in arguments)}")
         if clear is not None and not (resumes and (same or (kept is None and not self.force))):
             if clear.is_dir():
                 shutil.rmtree(clear)
@@ -126,9 +123,9 @@ class Steps:
         for other in outdates:
             (self.directory / f"{other}.json").unlink(missing_ok=True)
         write_json(path, {"key": key})
-        code, output = run([*program, *arguments], capture=True)
+        code, output = run([selfspec(), *arguments], capture=True)
         result = parse_result(output)
-        if result is None or code not in (0, 1) or (code == 1 and script is None and "passed" not in result):
+        if result is None or code not in (0, 1) or (code == 1 and "passed" not in result):
             raise UserError(f"step {name!r} failed with exit code {code}; its message is above")
         write_json(path, {"key": key, "result": result})
         return result
@@ -150,26 +147,27 @@ def file_sum(*paths: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def best_cell(sweep: Json) -> Json | None:
-    """Return the cell the sweep chose, or the best of those it could have chosen, None where there is none."""
-    cells = [c for c in sweep.get("cells") or [] if isinstance(c.get("speedup_predicted"), int | float)]
-    artifact = sweep.get("artifact") or {}
-    wanted = (artifact.get("exit_layer"), artifact.get("num_draft_tokens"))
-    chosen = [c for c in cells if (c.get("exit_layer"), c.get("num_draft_tokens")) == wanted]
-    return max(chosen or cells, key=lambda cell: cell["speedup_predicted"], default=None)
+def layer_skip(sweep: Json) -> Json | None:
+    """Return the best setting of layer skip that the sweep found, None where there is none."""
+    return next((c for c in sweep.get("candidates") or [] if c.get("drafter") == "layer-skip"), None)
 
 
-def decode_both(steps: Steps, model: Path, prompts: Path, cell: Json, inputs: Json) -> Json:
-    """Decode the same prompts plainly and speculatively in turn; return medians and how many texts are equal."""
+def decode_in_turn(steps: Steps, model: Path, prompts: Path, sweep: Json, inputs: Json) -> Json:
+    """Decode the same prompts plainly, as the sweep chose, and with trained layer skip forced; compare the texts.
+
+    Returns medians of tokens/s by mode, the settings of layer skip, and how many prompts have the same text in all.
+    """
     first = steps.directory / "decode-prompts.jsonl"
     records = read_jsonl(prompts)[:DECODE_PROMPTS]
     with atomic_writer(first) as handle:
         handle.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    exit_layer, k = str(cell["exit_layer"]), str(cell["num_draft_tokens"])
-    modes: dict[str, list[str]] = {
-        "plain": ["--no-speculation"],
-        "speculative": ["--exit-layer", exit_layer, "--num-draft-tokens", k],
-    }
+    artifact, forced = sweep.get("artifact") or {}, layer_skip(sweep) or {}
+    modes: dict[str, list[str]] = {"plain": ["--no-speculation"]}
+    if artifact.get("enabled"):
+        modes["chosen"] = []
+    if forced:
+        cell = str(forced["exit_layer"]), str(forced["num_draft_tokens"])
+        modes["layer-skip"] = ["--drafter", "layer-skip", "--exit-layer", cell[0], "--num-draft-tokens", cell[1]]
     speeds: dict[str, list[float]] = {mode: [] for mode in modes}
     texts: list[dict[str, str]] = []
     for number in range(1, DECODE_ROUNDS + 1):
@@ -185,7 +183,8 @@ def decode_both(steps: Steps, model: Path, prompts: Path, cell: Json, inputs: Js
             texts.append({str(r.get("id")): str(r.get("completion")) for r in read_jsonl(output)})
     equal = sum(len({text.get(str(record["id"])) for text in texts}) == 1 for record in records)
     medians = {mode: median(values) if values else None for mode, values in speeds.items()}
-    return {**medians, "equal": equal, "prompts": len(records), "exit_layer": exit_layer, "num_draft_tokens": k}
+    setting = {name: forced.get(name) for name in ("exit_layer", "num_draft_tokens")}
+    return {**medians, **setting, "equal": equal, "prompts": len(records)}
 
 
 def chain(options: argparse.Namespace) -> dict[str, Json]:
@@ -209,7 +208,7 @@ def chain(options: argparse.Namespace) -> dict[str, Json]:
 
     inputs = {"base": base, "trained": fingerprint(trained), "texts": file_sum(heldout, prompts)}
     command = ["sweep-exit", trained, "--prompts", prompts, "--raw", "--json"]
-    command += ["--num-prompts", "10", "--max-new-tokens", "48", "--repeats", "9"]
+    command += ["--num-prompts", "8", "--max-new-tokens", "48", "--repeats", "7", "--confirm", "3"]
     # The sweep writes the artifact anew; the verdict of regress has to be put into it again.
     results["sweep"] = steps.run("sweep-exit", command, inputs, [trained / FILE_NAME], outdates=["regress"])
     command = ["regress", trained, "--base", model, "--text", heldout, "--prompts", prompts, "--raw", "--json"]
@@ -217,10 +216,7 @@ def chain(options: argparse.Namespace) -> dict[str, Json]:
     command += ["--max-documents", "24"]
     inputs = {**inputs, "sweep": results["sweep"].get("artifact")}
     results["regress"] = steps.run("regress", command, inputs, [trained / FILE_NAME])
-    cell = best_cell(results["sweep"])
-    results["decode"] = decode_both(steps, trained, prompts, cell, inputs) if cell else {}
-    command = [trained, "--prompts", prompts, "--raw", "--num-prompts", "4", "--max-new-tokens", "64", "--json"]
-    results["drafters"] = steps.run("drafters", command, inputs, [], script="bench_drafters.py")
+    results["decode"] = decode_in_turn(steps, trained, prompts, results["sweep"], inputs)
     return results
 
 

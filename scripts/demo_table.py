@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 DASH = "–"
-BEST_CELLS = 3
 NARROWEST = 110
 
 Json = Mapping[str, Any]
@@ -58,113 +57,82 @@ def _perplexity_row(results: Json) -> list[str]:
 def _choice_row(sweep: Json) -> list[str]:
     artifact = _get(sweep, "artifact") or {}
     if artifact.get("enabled"):
-        choice = f"E={artifact.get('exit_layer')}, k={artifact.get('num_draft_tokens')}"
+        exit_layer = f", E={artifact['exit_layer']}" if artifact.get("exit_layer") else ""
+        choice = f"{artifact.get('drafter')}{exit_layer}, k={artifact.get('num_draft_tokens')}"
     else:
         choice = "off"
-    return ["chosen exit and k", "", choice, str(artifact.get("reason") or "")]
+    return ["chosen by sweep-exit", "", choice, str(artifact.get("reason") or "")]
 
 
-def _cell_rows(sweep: Json) -> list[list[str]]:
-    cells = [c for c in _get(sweep, "cells") or [] if isinstance(c.get("speedup_predicted"), int | float)]
-    cells.sort(key=lambda cell: cell["speedup_predicted"], reverse=True)
+def _drafter_rows(sweep: Json) -> list[list[str]]:
+    confirmed = {c.get("label"): c for c in _get(sweep, "confirmed") or []}
     rows = []
-    for cell in cells[:BEST_CELLS]:
+    for candidate in _get(sweep, "candidates") or []:
         details = (
-            f"α {number(cell.get('alpha'))}, c {number(cell.get('cost_ratio'))}, v {number(cell.get('verify_ratio'))}, "
-            f"τ {number(cell.get('tokens_per_round'))}, textbook score {number(cell.get('speedup_model'))}"
+            f"k {number(candidate.get('num_draft_tokens'), 0)}, α {number(candidate.get('alpha'))}, "
+            f"c {number(candidate.get('cost_ratio'))}, v {number(candidate.get('verify_ratio'))}, "
+            f"τ {number(candidate.get('tokens_per_round'))}; predicted ×{number(candidate.get('speedup_predicted'))}"
         )
-        name = f"best cells: E={cell.get('exit_layer')}, k={cell.get('num_draft_tokens')}"
-        rows.append([name, "×1.00", f"×{number(cell['speedup_predicted'])} predicted", details])
+        tried = confirmed.get(candidate.get("label"))
+        speed = f"×{number(tried.get('speedup'))} measured" if tried else "not tried"
+        if tried and tried.get("identical") is False:
+            speed += ", OTHER TOKENS"
+        rows.append([str(candidate.get("label")), "×1.00", speed, details])
     return rows
 
 
 def _decode_rows(results: Json) -> list[list[str]]:
     decode = _get(results, "decode") or {}
-    plain, fast = decode.get("plain"), decode.get("speculative")
-    setting = f"E={decode.get('exit_layer', DASH)}, k={decode.get('num_draft_tokens', DASH)}"
-    speed = f"×{number(_ratio(fast, plain))} measured at {setting}, {decode.get('prompts', DASH)} prompts"
+    plain, prompts = decode.get("plain"), decode.get("prompts", DASH)
+    forced = f"layer skip at E={decode.get('exit_layer', DASH)}, k={decode.get('num_draft_tokens', DASH)}"
+    rows = []
+    for name, mode in (("as chosen", "chosen"), (forced, "layer-skip")):
+        if decode.get(mode) is not None:
+            speed = f"×{number(_ratio(decode[mode], plain))} measured, {prompts} prompts"
+            rows.append([f"tokens/s, {name}", number(plain, 1), number(decode[mode], 1), speed])
     differing = _get(results, "regress", "lossless", "differing_tokens")
     tokens = _get(results, "regress", "lossless", "tokens")
     claim = f"regress: {differing} of {tokens} tokens differ" if differing is not None else "regress: not tested"
-    equal, prompts = decode.get("equal"), decode.get("prompts")
+    equal = decode.get("equal")
     identical = DASH if equal is None else ("yes" if equal == prompts else "NO") + f" ({equal} of {prompts})"
-    return [["tokens/s", number(plain, 1), number(fast, 1), speed], ["outputs identical", "", identical, claim]]
-
-
-def _drafter_rows(results: Json) -> list[list[str]]:
-    rows = []
-    for name, domains in (_get(results, "drafters", "drafters") or {}).items():
-        row = domains.get("all") or {}
-        low, high = row.get("quartiles") or (None, None)
-        details = (
-            f"α {number(row.get('alpha'))}, c {number(row.get('cost_ratio'))}, v {number(row.get('verify_ratio'))}, "
-            f"τ {number(row.get('tokens_per_round'))}; quartiles ×{number(low)} to ×{number(high)}"
-        )
-        rows.append([f"other drafts: {name}", "×1.00", f"×{number(row.get('speedup'))} measured", details])
-    return rows
-
-
-def best_drafter(results: Json) -> str:
-    """Return a sentence on the fastest of the other drafts; "" where none was measured."""
-    drafters = _get(results, "drafters", "drafters") or {}
-    speeds = {name: _get(domains, "all", "speedup") for name, domains in drafters.items()}
-    speeds = {name: speed for name, speed in speeds.items() if isinstance(speed, int | float)}
-    if not speeds:
-        return ""
-    name = max(speeds, key=lambda name: speeds[name])
-    if speeds[name] <= 1:
-        return f"Of the drafts that need no training none pays here; the best, {name}, measured ×{speeds[name]:.2f}."
-    kind, _, bits = name.partition("-precision-")
-    flag = f"low-precision --draft-bits {bits}" if bits else kind
-    command = f"selfspec decode MODEL --drafter {flag} --k-policy cost"
-    return f"Of the drafts that need no training {name} is the fastest here: {command}"
+    return [*rows, ["outputs identical", "", identical, claim]]
 
 
 def honest_words(results: Json) -> list[str]:
     """Return the sentences under the table: whether it pays, what is missing where it does not, and any failure."""
     decode, artifact = _get(results, "decode") or {}, _get(results, "sweep", "artifact") or {}
     words = []
-    measured = _ratio(decode.get("speculative"), decode.get("plain"))
+    measured = _ratio(decode.get("chosen"), decode.get("plain"))
     if artifact.get("enabled"):
-        words.append("Speculation is on: selfspec decode uses the chosen exit and k by itself.")
+        words.append("Speculation is on: selfspec decode uses what sweep-exit chose by itself.")
         if measured is not None and measured < 1:
             words.append(f"Yet this run measured ×{measured:.2f}: on this machine, now, it did not pay.")
     elif artifact:
-        words.append(f"Speculation is off, so selfspec decode decodes plainly.{_missing(results)}")
-        steps, tokens = _get(results, "train", "steps"), _get(results, "train", "tokens")
-        if steps is not None:
-            words.append(
-                f"Training was {steps} steps on {DASH if tokens is None else tokens} tokens, which is a demonstration. "
-                "What would help: longer training on your own text (α), and a larger model, whose head is a smaller "
-                "part of a draft step (c)."
-            )
+        words.append("Speculation is off, so selfspec decode decodes plainly.")
     else:
         words.append("The sweep gave no result.")
-    if best_drafter(results):
-        words.append(best_drafter(results))
-    if _get(results, "drafters", "prompts_that_differ"):
-        words.append("OUTPUTS DIFFER with another draft: see what `selfspec check` says.")
+    words.append(_layer_skip(results))
     if decode.get("equal") is not None and decode["equal"] != decode.get("prompts"):
         words.append("OUTPUTS DIFFER between plain and speculative decoding: see what `selfspec check` says.")
     if _get(results, "regress", "passed") is False:
         words.append("regress FAILED: its report is kept in results/regress.json.")
-    return words
+    return [sentence for sentence in words if sentence]
 
 
-def _missing(results: Json) -> str:
-    """Say what the best cell lacks: a round costs tokens_per_round / speedup plain steps and must emit as many."""
-    cells = [c for c in _get(results, "sweep", "cells") or [] if isinstance(c.get("speedup_predicted"), int | float)]
-    best = max(cells, key=lambda cell: cell["speedup_predicted"], default=None)
-    if best is None:
+def _layer_skip(results: Json) -> str:
+    """Say what trained layer skip lacks where it does not pay: a round must emit as many tokens as plain steps cost."""
+    candidates = _get(results, "sweep", "candidates") or []
+    best = next((c for c in candidates if c.get("drafter") == "layer-skip"), None)
+    if best is None or not isinstance(best.get("speedup_predicted"), int | float) or best["speedup_predicted"] >= 1:
         return ""
-    name = f"E={best.get('exit_layer')}, k={best.get('num_draft_tokens')}"
     cost = _ratio(best.get("tokens_per_round"), best["speedup_predicted"])
-    if best["speedup_predicted"] >= 1 or cost is None:
-        best_score = number(best["speedup_predicted"])
-        return f" The best prediction is ×{best_score} at {name}; the table says why it is not used."
+    steps, tokens = _get(results, "train", "steps"), _get(results, "train", "tokens")
     return (
-        f" In the best cell, {name}, a round costs as much as {cost:.2f} plain steps but emits only "
-        f"{number(best.get('tokens_per_round'))} tokens."
+        f"Trained layer skip does not pay here: at its best, E={best.get('exit_layer')}, "
+        f"k={best.get('num_draft_tokens')}, a round costs {number(cost)} plain steps and emits "
+        f"{number(best.get('tokens_per_round'))} tokens. Training was {DASH if steps is None else steps} steps on "
+        f"{DASH if tokens is None else tokens} tokens, which is a demonstration. What would help: longer training on "
+        "your own text (α), and a larger model, whose head is a smaller part of a draft step (c)."
     )
 
 
@@ -181,9 +149,8 @@ def print_table(results: Json) -> None:
     sweep = _get(results, "sweep") or {}
     sections = [
         [*_alpha_rows(_get(results, "train") or {}), _perplexity_row(results)],
-        [_choice_row(sweep), *_cell_rows(sweep)],
+        [_choice_row(sweep), *_drafter_rows(sweep)],
         _decode_rows(results),
-        _drafter_rows(results),
     ]
     for rows in sections:
         for row in rows:

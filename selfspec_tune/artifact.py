@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from selfspec_tune.config import Drafter, Numerics
+from selfspec_tune.config import Drafter, KPolicy, Numerics
 from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_json, write_json
 
@@ -24,7 +24,13 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Artifact:
-    """The contents of `selfspec.json`; names as in the glossary of the README."""
+    """The contents of `selfspec.json`; names as in the glossary of the README.
+
+    Attributes:
+        draft: what makes the drafter besides its name and exit layer: draft_bits, draft_head_bits, hybrid_with.
+        costs: by drafter (a hybrid's two parts), what the cost policy needs: alpha, cost_ratio, verify_ratio for
+            1, 2, … drafted tokens, overhead; in plain steps on the machine of `measured_on`.
+    """
 
     checkpoint_fingerprint: str
     model_type: str
@@ -33,10 +39,11 @@ class Artifact:
     reason: str
     drafter: str = "layer-skip"
     exit_layer: int | None = None
+    draft: dict[str, Any] = field(default_factory=dict)
     num_draft_tokens: int | None = None
     k_min: int = 1
     k_max: int = 8
-    k_policy: str = "fixed"
+    k_policy: str = "cost"
     by_context: list[dict[str, Any]] = field(default_factory=list)
     numerics: str = "exact"
     rows: list[int] = field(default_factory=list)
@@ -44,6 +51,7 @@ class Artifact:
     alpha: float | None = None
     cost_ratio: float | None = None
     verify_ratio: float | None = None
+    costs: dict[str, dict[str, Any]] = field(default_factory=dict)
     tokens_per_round: float | None = None
     speedup_model: float | None = None
     speedup_predicted: float | None = None
@@ -122,7 +130,7 @@ def with_regress(artifact: Artifact, verdict: dict[str, Any]) -> Artifact:
 
 
 def _validate(path: Path, artifact: Artifact, again: str) -> None:
-    allowed = {"drafter": get_args(Drafter), "numerics": get_args(Numerics)}
+    allowed = {"drafter": get_args(Drafter), "numerics": get_args(Numerics), "k_policy": get_args(KPolicy)}
     for name, values in allowed.items():
         if getattr(artifact, name) not in values:
             got = getattr(artifact, name)
@@ -130,7 +138,8 @@ def _validate(path: Path, artifact: Artifact, again: str) -> None:
     if not artifact.enabled:
         return
     exit_layer, k = artifact.exit_layer, artifact.num_draft_tokens
-    if (
+    needs_exit = "layer-skip" in (artifact.drafter, artifact.draft.get("hybrid_with"))
+    if (exit_layer is not None or needs_exit) and (
         not isinstance(exit_layer, int)
         or not isinstance(artifact.num_layers, int)
         or not 1 <= exit_layer < artifact.num_layers

@@ -21,6 +21,7 @@ from selfspec_tune.errors import UserError, did_you_mean
 
 Numerics = Literal["exact", "fast"]
 Drafter = Literal["layer-skip", "low-precision", "copy", "exit-head", "hybrid"]
+HybridWith = Literal["low-precision", "layer-skip", "exit-head"]
 KPolicy = Literal["fixed", "window", "cost"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -77,7 +78,7 @@ class DecodeConfig(PromptConfig):
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probability reaches p."""
     seed: int = 0
-    """Seed of the sampling noise."""
+    """Seed of the sampling noise. The ratio test draws by rounds: for the same text at every k, see --reproducible."""
     reproducible: bool = False
     """Draw with noise keyed by seed, record id and position: the same text with speculation on or off."""
     drafter: Drafter | None = None
@@ -87,13 +88,13 @@ class DecodeConfig(PromptConfig):
     num_draft_tokens: int | None = None
     """Tokens drafted per round, with --k-policy cost at most; overrides selfspec.json."""
     k_policy: KPolicy | None = None
-    """fixed (default), window: k follows the last acceptances, or cost: what pays most by costs timed at the start."""
-    draft_bits: Literal["4", "8"] = "4"
-    """low-precision: bits of the layers' weights."""
+    """cost: as many as pay (default). window: k follows acceptance. fixed: k (default with --num-draft-tokens)."""
+    draft_bits: Literal["4", "8"] | None = None
+    """low-precision: bits of the layers' weights. Default: selfspec.json's, else 4."""
     draft_head_bits: Literal["4", "8"] | None = None
     """low-precision: bits of the LM head's weights. Default: as the layers'."""
-    hybrid_with: Literal["low-precision", "layer-skip", "exit-head"] = "low-precision"
-    """hybrid: the drafter that is asked where there is nothing to copy."""
+    hybrid_with: HybridWith | None = None
+    """hybrid: the drafter asked where there is nothing to copy. Default: selfspec.json's, else low-precision."""
     numerics: Numerics | None = None
     """exact: equal to plain decoding bit for bit. fast: the cheapest shapes. Default: selfspec.json's, else exact."""
     no_speculation: bool = False
@@ -223,8 +224,10 @@ class SweepConfig(PromptConfig):
     """Live cache length at which costs are measured."""
     repeats: int = 15
     """Interleaved repeats per measured cost."""
-    confirm: int = 1
-    """How many of the best cells to confirm by really decoding against plain decoding; 0 for none."""
+    drafters: tuple[Drafter, ...] = ("layer-skip", "copy", "low-precision", "exit-head", "hybrid")
+    """Drafters compared, as a list with commas; exit-head only where the checkpoint has one."""
+    confirm: int = 3
+    """How many of the best drafters to confirm by really decoding against plain decoding; 0 for none."""
     json: bool = False
     """Print one JSON object instead of tables."""
 
@@ -329,6 +332,11 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return recipe
 
 
+def is_listed(element: Any) -> bool:
+    """Whether a tuple of such elements is given as one text with commas: numbers and names are, texts and paths not."""
+    return element in (int, float) or get_origin(element) is Literal
+
+
 def _coerce(name: str, value: Any, hint: Any) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
@@ -341,8 +349,8 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
             raise UserError(f"{name} has no such value", got=value, allowed=", ".join(map(str, arguments)))
         return value
     if origin is tuple:
-        # Text is one element, numbers may be given as "3,10,15".
-        parts = value.split(",") if isinstance(value, str) and arguments[0] in (int, float) else value
+        # Text is one element, numbers and names may be given as "3,10,15".
+        parts = value.split(",") if isinstance(value, str) and is_listed(arguments[0]) else value
         items = parts if isinstance(parts, list | tuple) else [parts]
         if arguments[-1] is not Ellipsis and len(items) != len(arguments):
             raise UserError(f"{name} takes {len(arguments)} values", got=value)

@@ -166,14 +166,14 @@ def test_the_table_stands_with_every_field_missing(
 
 def test_the_table_says_so_when_nothing_pays_or_outputs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     words = load("demo_table", monkeypatch).honest_words
-    cell = {"exit_layer": 6, "num_draft_tokens": 2, "tokens_per_round": 1.6, "speedup_predicted": 0.8}
+    best = {"drafter": "layer-skip", "exit_layer": 6, "tokens_per_round": 1.6, "speedup_predicted": 0.8}
     results: dict[str, Any] = {
-        "sweep": {"artifact": {"enabled": False, "reason": "alpha is too low"}, "cells": [cell]},
-        "decode": {"plain": 20.0, "speculative": 16.0, "equal": 5, "prompts": 6},
+        "sweep": {"artifact": {"enabled": False, "reason": "alpha is too low"}, "candidates": [best]},
+        "decode": {"plain": 20.0, "chosen": 16.0, "equal": 5, "prompts": 6},
         "regress": {"passed": False},
     }
     said = " ".join(words(results))
-    assert "off" in said and "costs as much as 2.00 plain steps" in said
+    assert "off" in said and "a round costs 2.00 plain steps and emits 1.60" in said
     assert "OUTPUTS DIFFER" in said and "regress FAILED" in said
     results["sweep"]["artifact"] = {"enabled": True}
     results["decode"].update(equal=6)
@@ -181,19 +181,22 @@ def test_the_table_says_so_when_nothing_pays_or_outputs_differ(monkeypatch: pyte
     assert "did not pay" in " ".join(words(results)) and "DIFFER" not in " ".join(words(results))
 
 
-def test_the_table_names_the_fastest_other_draft(
+def test_the_table_shows_every_drafter_and_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = load("demo_table", monkeypatch)
-    arms: dict[str, Any] = {"copy": {"all": {"speedup": 0.99}}, "low-precision-4": {"all": {"speedup": 1.31}}}
-    results = {"drafters": {"drafters": arms, "prompts_that_differ": 0}}
-    table.print_table(results)
-    assert "×1.31 measured" in capsys.readouterr().out
-    assert "--drafter low-precision --draft-bits 4" in table.best_drafter(results)
-    arms["low-precision-4"]["all"]["speedup"] = 0.9
-    assert "none pays here; the best, copy, measured ×0.99" in table.best_drafter(results)
-    results["drafters"]["prompts_that_differ"] = 1
-    assert "OUTPUTS DIFFER" in " ".join(table.honest_words(results))
+    candidates = [{"label": "copy", "speedup_predicted": 1.4}, {"label": "layer-skip at exit 6"}]
+    confirmed = [{"label": "copy", "speedup": 1.31, "identical": True}]
+    artifact = {"enabled": True, "drafter": "copy", "exit_layer": None, "num_draft_tokens": 4}
+    sweep: dict[str, Any] = {"candidates": candidates, "confirmed": confirmed, "artifact": artifact}
+    decode = {"plain": 20.0, "chosen": 27.0, "layer-skip": 16.0, "exit_layer": 6, "equal": 6, "prompts": 6}
+    table.print_table({"sweep": sweep, "decode": decode})
+    printed = capsys.readouterr().out
+    for piece in ("copy, k=4", "×1.31 measured", "not tried", "×1.35 measured", "×0.80 measured", "yes (6 of 6)"):
+        assert piece in printed
+    confirmed[0]["identical"] = False
+    table.print_table({"sweep": sweep})
+    assert "OTHER" in capsys.readouterr().out
 
 
 def test_drafters_are_compared_on_a_tiny_model(checkpoint: Path, tmp_path: Path) -> None:

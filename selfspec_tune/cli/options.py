@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
-from selfspec_tune.config import field_defaults, field_help, field_types
+from selfspec_tune.config import field_defaults, field_help, field_types, is_listed
 
 
 def options_from(config: type, *, skip: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -60,8 +60,7 @@ def _annotation(name: str, hint: Any, help_text: str, default: Any) -> Any:
     option = typer.Option(flag, help=help_text, show_default=False, metavar=_metavar(inner))
     if get_origin(inner) is tuple:
         element = get_args(inner)[0]
-        # Lists of numbers are one comma-separated flag; texts and paths repeat the flag.
-        return Annotated[(str if element in (int, float) else list[str]) | None, option]
+        return Annotated[(str if is_listed(element) else list[str]) | None, option]
     if get_origin(inner) is Literal or inner is Path:
         return Annotated[str | None, option]
     return Annotated[inner | None, option]
@@ -72,5 +71,5 @@ def _metavar(inner: Any) -> str:
         return "|".join(map(str, get_args(inner)))
     if get_origin(inner) is tuple:
         element = get_args(inner)[0]
-        return {int: "INT,...", float: "NUMBER,..."}.get(element, "TEXT" if element is str else "PATH")
+        return {int: "INT,...", float: "NUMBER,...", str: "TEXT", Path: "PATH"}.get(element, "NAME,...")
     return {int: "INT", float: "NUMBER", Path: "PATH"}.get(inner, "TEXT")

@@ -25,17 +25,18 @@ def sweep_exit(
     *,
     flags: dict[str, Any],
 ) -> None:
-    """Find the exit layer and the number of draft tokens that pay on your prompts and this machine.
+    """Find the drafter, the exit layer and the number of draft tokens that pay on your prompts and this machine.
 
-    Profiles every exit on the model's own continuations in one pass, measures what draft and verification cost here,
-    tries the best setting against plain decoding, and writes selfspec.json beside the checkpoint for `selfspec decode`.
-    If nothing pays, it says what is missing, and decoding stays plain.
+    Profiles every exit on the model's own continuations in one pass and the other drafters by real rounds, measures
+    what draft and verification cost here, tries the best against plain decoding, and writes selfspec.json beside the
+    checkpoint for `selfspec decode`. If nothing pays, it says what is missing, and decoding stays plain.
 
     \b
     Examples:
       selfspec sweep-exit trained/ --prompts heldout.jsonl
       selfspec sweep-exit trained/ --prompts chats.jsonl --temperature 0.7 --top-p 0.9 --max-draft-tokens 5
-      selfspec sweep-exit trained/ --prompts code.jsonl --raw --num-prompts 12 --confirm 3 --window 0.1,0.6 --json
+      selfspec sweep-exit trained/ --prompts code.jsonl --raw --num-prompts 12 --window 0.1,0.6 --json
+      selfspec sweep-exit my-model/ --prompts chats.jsonl --drafters copy,low-precision,hybrid --confirm 4
     """
     config = configs.build(configs.SweepConfig, flags)
     check_options(config)
@@ -141,13 +142,7 @@ def _print(result: Sweep, config: configs.SweepConfig) -> None:
         lines,
         caption="α needed: to break even at this c and v. predicted: τ/(c·k + v + o). " + _caption(result, config),
     )
-    for confirmed in result.confirmed:
-        same = {True: ", identical tokens", False: ", OTHER TOKENS", None: ""}[confirmed.identical]
-        print(
-            f"confirmed: exit {confirmed.exit_layer}, k = {confirmed.num_draft_tokens}: "
-            f"×{confirmed.speedup:.2f} of plain decoding (spread {confirmed.spread:.0%}, "
-            f"{confirmed.num_prompts} prompts, {confirmed.num_tokens} tokens{same})"
-        )
+    _print_candidates(result)
     print(f"speculation {'on' if artifact.enabled else 'off'}: {artifact.reason}")
     if better is not None:
         print(
@@ -158,6 +153,33 @@ def _print(result: Sweep, config: configs.SweepConfig) -> None:
         print(f"written: {result.path}")
     else:
         console.print_json(result.to_dict()["artifact"])
+
+
+def _print_candidates(result: Sweep) -> None:
+    measured = {confirmed.label: confirmed for confirmed in result.confirmed}
+    lines = []
+    for candidate in result.candidates:
+        tried = measured.get(candidate.label)
+        numbers = (candidate.cost_ratio, candidate.verify_ratio, candidate.tokens_per_step, candidate.cost_per_step)
+        lines.append(
+            [
+                candidate.label,
+                str(candidate.num_draft_tokens),
+                "–" if candidate.alpha is None else f"{candidate.alpha:.3f}",
+                *(f"{number:.2f}" for number in (*numbers, candidate.speedup_predicted)),
+                f"×{tried.speedup:.2f} ±{tried.spread / 2:.0%}" if tried else "",
+                {True: "yes", False: "NO", None: ""}[tried.identical] if tried else "",
+            ]
+        )
+    console.table(
+        "drafters",
+        ["drafter", "k", "α", "c", "v", "tokens/step", "cost/step", "predicted", "measured", "same tokens"],
+        lines,
+        caption="k: mean. tokens/step, cost/step: of all steps, plain ones among them, in tokens and in plain steps. "
+        "measured: against plain decoding in turn, on other prompts, with --k-policy cost; ± half the quartiles' span",
+    )
+    for label, reason in result.skipped.items():
+        print(f"not tried: {label}: {reason}")
 
 
 def _line(cell: Cell, overhead_ratio: float) -> list[str]:

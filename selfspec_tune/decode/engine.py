@@ -266,7 +266,7 @@ class _Run:
         for row in active:
             count, k = counts[row], drafted.shape[1]
             if source is not None:
-                self.stats.count_round(k, count)
+                self.stats.count_round(source.drafter, k, count)
                 self.policy.observe(source, k, count)
             cache.committed[row] += count + 1
             self.last[row] = nexts[row]

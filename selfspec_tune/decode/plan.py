@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import MAX_DRAFT_TOKENS, DecodeConfig
 from selfspec_tune.decode.drafters import Drafter
-from selfspec_tune.decode.drafters.exit_head import ExitHeadDrafter
-from selfspec_tune.decode.drafters.hybrid import HybridDrafter
-from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
 from selfspec_tune.decode.drafters.low_precision import LowPrecisionDrafter
-from selfspec_tune.decode.drafters.prompt_lookup import PromptLookupDrafter
+from selfspec_tune.decode.drafters.make import DraftSettings, make_drafter
 from selfspec_tune.decode.engine import Completion, Engine, Request
 from selfspec_tune.decode.policy import CostPolicy, DraftPolicy, Policy, WindowPolicy
-from selfspec_tune.decode.price import draft_costs
+from selfspec_tune.decode.price import KnownCosts, draft_costs, measured_elsewhere
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.errors import UserError
-from selfspec_tune.model.decoder import LayeredDecoder, load_decoder
-from selfspec_tune.model.load import checkpoint_dir, end_tokens
+from selfspec_tune.model.decoder import load_decoder
+from selfspec_tune.model.load import end_tokens
 from selfspec_tune.progress import Progress, silent
 
 DEFAULT_NUM_DRAFT_TOKENS = 3
-"""k when only an exit layer was given."""
+"""k of fixed and window where none is given."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What to speculate with, before a model is loaded. `drafter` None decodes plainly."""
+    """What to speculate with, before a model is loaded.
 
-    drafter: str | None
-    exit_layer: int | None
+    Attributes:
+        settings: what drafts; None decodes plainly.
+        num_draft_tokens: k; of the cost policy the most.
+        round_cost: what a round costs by `selfspec.json`, for the fixed policy; None where that is not known.
+        as_measured: whether `selfspec.json`'s costs are of these settings, numerics and batch size.
+    """
+
+    settings: DraftSettings | None
     num_draft_tokens: int
+    k_policy: str
     numerics: str
-    round_cost: float | None
-    reason: str
+    round_cost: float | None = None
+    as_measured: bool = False
+    reason: str = ""
     notices: list[str] = field(default_factory=list)
 
 
@@ -70,114 +75,140 @@ class Plan:
 
 
 def choose(artifact: Artifact | None, options: DecodeConfig, model: str) -> Choice:
-    """Merge `selfspec.json` and flags: flags win, and every override is said."""
-    notices: list[str] = []
-    numerics = options.numerics or (artifact.numerics if artifact else "exact")
-    if artifact:
-        overridable: dict[str, tuple[object, object]] = {
+    """Merge `selfspec.json` and flags: flags win, and every override is said.
+
+    Raises:
+        UserError: flags that do not go together, or a draft that cannot be.
+    """
+    notices = _overrides(
+        {
             "numerics": (options.numerics, artifact.numerics),
             "dtype": (None if options.dtype == "auto" else options.dtype, artifact.measured_on.get("dtype")),
             "batch_size": (options.batch_size, artifact.batch_size),
         }
-        for name, (asked, known) in overridable.items():
-            if asked is not None and known is not None and asked != known:
-                notices.append(f"{name} {asked} overrides selfspec.json's {known}")
-
-    def plain(reason: str) -> Choice:
-        return Choice(None, None, 0, numerics, None, reason, notices)
-
+        if artifact
+        else {}
+    )
+    numerics = options.numerics or (artifact.numerics if artifact else "exact")
+    k = options.num_draft_tokens
+    asked = any(value is not None for value in (options.drafter, options.exit_layer, k))
     if options.no_speculation:
-        if any(x is not None for x in (options.drafter, options.exit_layer, options.num_draft_tokens)):
+        if asked:
             raise UserError("--no-speculation and a draft were both asked for", allowed="one of them")
-        return plain("speculation switched off by --no-speculation")
-    if options.num_draft_tokens is not None and not 1 <= options.num_draft_tokens <= MAX_DRAFT_TOKENS:
-        raise UserError(
-            "num_draft_tokens is out of range", got=options.num_draft_tokens, allowed=f"1..{MAX_DRAFT_TOKENS}"
-        )
-    if options.drafter not in (None, "layer-skip"):
-        return _choose_drafter(artifact, options, numerics, notices)
-    exit_layer, k, round_cost = options.exit_layer, options.num_draft_tokens, None
-    if exit_layer is None and (artifact is None or not artifact.enabled):
-        advice = f"selfspec sweep-exit {model} --prompts PROMPTS.jsonl"
-        if k is not None:
-            raise UserError("--num-draft-tokens needs a draft", command=f"--exit-layer E, --drafter D, or {advice}")
-        if options.drafter is not None:
-            raise UserError("--drafter layer-skip needs an exit layer", command=f"--exit-layer E, or {advice}")
-        if artifact is None:
-            notices.append(f"decoding plainly: no selfspec.json beside the checkpoint. To get one: {advice}")
-            return plain("no selfspec.json")
-        notices.append(f"decoding plainly: {artifact.reason}. To measure again: {advice}")
-        return plain(artifact.reason)
-    if artifact and artifact.enabled:
-        asked = {"exit_layer": exit_layer, "num_draft_tokens": k}
-        for name, value in asked.items():
-            if value is not None and value != getattr(artifact, name):
-                notices.append(f"{name} {value} overrides selfspec.json's {getattr(artifact, name)}")
-        exit_layer = artifact.exit_layer if exit_layer is None else exit_layer
-        k = artifact.num_draft_tokens if k is None else k
-        measured = (artifact.exit_layer, artifact.num_draft_tokens, artifact.numerics, artifact.batch_size)
-        as_measured = (exit_layer, k, numerics, options.batch_size) == measured
-        if as_measured and artifact.cost_ratio is not None and artifact.verify_ratio is not None:
+        reason = "speculation switched off by --no-speculation"
+        return Choice(None, 0, "fixed", numerics, reason=reason, notices=notices)
+    if k is not None and not 1 <= k <= MAX_DRAFT_TOKENS:
+        raise UserError("num_draft_tokens is out of range", got=k, allowed=f"1..{MAX_DRAFT_TOKENS}")
+    known = DraftSettings.of(artifact) if artifact else None
+    enabled = artifact is not None and artifact.enabled
+    if options.drafter is None and options.exit_layer is None and not enabled:
+        return _plain(artifact, options, model, numerics, notices)
+    settings = _settings(known, options, enabled=enabled, model=model)
+    if artifact and not enabled:
+        notices.append(f"speculating because of flags, although selfspec.json says: {artifact.reason}")
+    as_measured, round_cost = False, None
+    if artifact and enabled and known is not None:
+        pairs: dict[str, tuple[Any, Any]] = {"drafter": (settings.drafter, known.drafter)}
+        if settings.drafter == known.drafter:
+            theirs = _shown(known)
+            pairs |= {name: (value, theirs.get(name)) for name, value in _shown(settings).items()}
+            pairs["num_draft_tokens"] = (k, artifact.num_draft_tokens)
+        pairs["k_policy"] = (options.k_policy, artifact.k_policy)
+        notices += _overrides(pairs)
+        as_measured = (settings, numerics, options.batch_size) == (known, artifact.numerics, artifact.batch_size)
+    k_policy = options.k_policy or ("fixed" if k is not None else artifact.k_policy if artifact and enabled else "cost")
+    if k_policy == "cost":
+        most = artifact.k_max if artifact and as_measured else MAX_DRAFT_TOKENS
+        return Choice(settings, k or most, k_policy, numerics, None, as_measured, notices=notices)
+    if artifact and as_measured:
+        same_k = k in (None, artifact.num_draft_tokens)
+        k = k or artifact.num_draft_tokens
+        if same_k and artifact.cost_ratio is not None and artifact.verify_ratio is not None:
             round_cost = artifact.cost_ratio * int(k or 0) + artifact.verify_ratio
-    elif artifact:
-        notices.append(f"speculating because of --exit-layer, although selfspec.json says: {artifact.reason}")
-    return Choice("layer-skip", exit_layer, _draft_tokens(options, k), numerics, round_cost, "", notices)
+    k = k or DEFAULT_NUM_DRAFT_TOKENS
+    return Choice(settings, k, k_policy, numerics, round_cost, as_measured, notices=notices)
 
 
-def _choose_drafter(artifact: Artifact | None, options: DecodeConfig, numerics: str, notices: list[str]) -> Choice:
-    """Take a drafter asked for by name that is not what sweep-exit measures."""
-    drafter, exit_layer = str(options.drafter), options.exit_layer
-    layered = options.hybrid_with if drafter == "hybrid" else drafter
+def _plain(artifact: Artifact | None, options: DecodeConfig, model: str, numerics: str, notices: list[str]) -> Choice:
+    """Decode plainly because nobody said how to draft."""
+    advice = f"selfspec sweep-exit {model} --prompts PROMPTS.jsonl"
+    if options.num_draft_tokens is not None:
+        raise UserError("--num-draft-tokens needs a draft", command=f"--exit-layer E, --drafter D, or {advice}")
+    if artifact is None:
+        notices.append(f"decoding plainly: no selfspec.json beside the checkpoint. To get one: {advice}")
+    else:
+        notices.append(f"decoding plainly: {artifact.reason}. To measure again: {advice}")
+    reason = artifact.reason if artifact else "no selfspec.json"
+    return Choice(None, 0, "fixed", numerics, reason=reason, notices=notices)
+
+
+def _settings(known: DraftSettings | None, options: DecodeConfig, *, enabled: bool, model: str) -> DraftSettings:
+    """Return what flags make of the settings in `selfspec.json`."""
+    drafter, exit_layer = options.drafter, options.exit_layer
+    if drafter is None:
+        # An exit layer alone asks for layer skip, unless what is in use has an exit layer too.
+        uses_known = enabled and known is not None and (exit_layer is None or known.exit_layer is not None)
+        drafter = known.drafter if uses_known and known is not None else "layer-skip"
+    base = known if known is not None and (enabled and known.drafter == drafter) else DraftSettings(drafter)
+    changes: dict[str, Any] = {
+        "draft_bits": int(options.draft_bits) if options.draft_bits else None,
+        "draft_head_bits": int(options.draft_head_bits) if options.draft_head_bits else None,
+        "hybrid_with": options.hybrid_with,
+        "exit_layer": exit_layer,
+    }
+    settings = replace(base, **{name: value for name, value in changes.items() if value is not None})
+    layered = settings.parts[-1].drafter
     if exit_layer is not None and layered in ("copy", "exit-head"):
         raise UserError(f"--exit-layer has no effect with --drafter {drafter}", got=exit_layer, command="leave it out")
-    if layered == "layer-skip" and exit_layer is None:
-        exit_layer = artifact.exit_layer if artifact else None
-        if exit_layer is None:
-            raise UserError("--hybrid-with layer-skip needs an exit layer", command="--exit-layer E")
-    if artifact is not None:
-        known = artifact.drafter if artifact.enabled else "plain decoding"
-        notices.append(f"drafter {drafter} overrides selfspec.json's {known}")
-    k = _draft_tokens(options, options.num_draft_tokens)
-    return Choice(drafter, exit_layer, k, numerics, None, "", notices)
+    if layered == "layer-skip" and settings.exit_layer is None:
+        settings = replace(settings, exit_layer=known.exit_layer if known else None)
+    if layered == "layer-skip" and settings.exit_layer is None:
+        advice = f"--exit-layer E, or selfspec sweep-exit {model} --prompts PROMPTS.jsonl"
+        flag = "--hybrid-with" if drafter == "hybrid" else "--drafter"
+        raise UserError(f"{flag} layer-skip needs an exit layer", command=advice)
+    return settings
 
 
-def _draft_tokens(options: DecodeConfig, k: int | None) -> int:
-    return k or (MAX_DRAFT_TOKENS if options.k_policy == "cost" else DEFAULT_NUM_DRAFT_TOKENS)
+def _shown(settings: DraftSettings) -> dict[str, object]:
+    """Return the settings that matter to the drafter, for notices."""
+    values = asdict(settings)
+    if settings.drafter != "hybrid":
+        del values["hybrid_with"]
+    if settings.parts[-1].drafter != "low-precision":
+        del values["draft_bits"], values["draft_head_bits"]
+    return values
 
 
-def make_drafter(
-    name: str, decoder: LayeredDecoder, model: str, exit_layer: int | None, options: DecodeConfig
-) -> Drafter:
-    """Make a drafter by its name.
-
-    Raises:
-        UserError: it does not fit the model, the device or the options.
-    """
-    if name == "layer-skip":
-        return LayerSkipDrafter(decoder, int(exit_layer or 0))
-    if name == "copy":
-        return PromptLookupDrafter()
-    if name == "low-precision":
-        head_bits = int(options.draft_head_bits) if options.draft_head_bits else None
-        return LowPrecisionDrafter(decoder, int(options.draft_bits), head_bits, exit_layer)
-    if name == "exit-head":
-        directory = checkpoint_dir(model)
-        if directory is None:
-            raise UserError("an exit head stands beside a checkpoint", got=model, allowed="a checkpoint directory")
-        return ExitHeadDrafter.beside(directory, decoder)
-    return HybridDrafter(PromptLookupDrafter(), make_drafter(options.hybrid_with, decoder, model, exit_layer, options))
+def _overrides(values: dict[str, tuple[Any, Any]]) -> list[str]:
+    """Return a notice for every value asked for (name → asked, in the file) that differs from the file's."""
+    return [
+        f"{name} {asked} overrides selfspec.json's {known}"
+        for name, (asked, known) in values.items()
+        if asked is not None and known is not None and asked != known
+    ]
 
 
 def make_policy(
-    engine: Engine, drafter: Drafter, choice: Choice, options: DecodeConfig, progress: Progress = silent
+    engine: Engine,
+    drafter: Drafter,
+    choice: Choice,
+    artifact: Artifact | None = None,
+    progress: Progress = silent,
 ) -> Policy:
-    """Make the policy asked for; `cost` times the drafters first, which takes some seconds."""
-    if options.k_policy == "window":
+    """Make the policy chosen; `cost` takes its costs from `selfspec.json`, else times the drafters (some seconds)."""
+    if choice.k_policy == "window":
         return WindowPolicy(choice.num_draft_tokens)
-    if options.k_policy != "cost":
+    if choice.k_policy == "fixed":
         return DraftPolicy(choice.num_draft_tokens, choice.round_cost)
+    names = [part.name for part in drafter.parts()]
+    known = KnownCosts.of(artifact) if artifact and choice.as_measured else None
+    if artifact and known is not None and set(names) <= set(known.costs):
+        others = measured_elsewhere(artifact, engine.decoder)
+        if not others:
+            return CostPolicy(known.costs, known.alphas, choice.num_draft_tokens)
+        choice.notices.append(f"costs are timed anew: selfspec.json's were measured with {others}")
     costs = {part.name: draft_costs(engine, part, progress=progress) for part in drafter.parts()}
-    return CostPolicy(costs, k_max=choice.num_draft_tokens)
+    return CostPolicy(costs, known.alphas if known else None, choice.num_draft_tokens)
 
 
 def make_plan(
@@ -186,7 +217,7 @@ def make_plan(
     """Load the model and prepare to decode with it as `choose` decides."""
     choice = choose(artifact, options, model)
     decoder = load_decoder(model, dtype=options.dtype, device=options.device)
-    drafter = make_drafter(choice.drafter, decoder, model, choice.exit_layer, options) if choice.drafter else None
+    drafter = make_drafter(choice.settings, decoder, model) if choice.settings else None
     engine = Engine(
         decoder,
         tokenizer,
@@ -194,10 +225,9 @@ def make_plan(
         numerics=choice.numerics,
         batch_size=options.batch_size,
     )
-    if isinstance(drafter, LowPrecisionDrafter):
-        choice.notices.append(
-            f"the {options.draft_bits}-bit draft takes {drafter.num_bytes / 2**20:.0f} MiB more memory"
-        )
-        choice.notices.extend(f"left in full precision: {line}" for line in drafter.unpacked)
-    policy = make_policy(engine, drafter, choice, options, progress) if drafter else DraftPolicy(0)
+    for part in drafter.parts() if drafter else []:
+        if isinstance(part, LowPrecisionDrafter):
+            choice.notices.append(f"the low-precision draft takes {part.num_bytes / 2**20:.0f} MiB more memory")
+            choice.notices.extend(f"left in full precision: {line}" for line in part.unpacked)
+    policy = make_policy(engine, drafter, choice, artifact, progress) if drafter else DraftPolicy(0)
     return Plan(engine, drafter, choice, policy)

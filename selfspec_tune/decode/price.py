@@ -5,16 +5,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import MAX_DRAFT_TOKENS
 from selfspec_tune.decode.drafters import Draft, Drafter, Source
 from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftCosts
 from selfspec_tune.decode.verify import step_plain, verify
+from selfspec_tune.errors import UserError
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.model.rows import ANY_ROWS, RowCounts
@@ -55,12 +59,69 @@ def plain_step_seconds(
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+@dataclass(frozen=True)
+class KnownCosts:
+    """What `selfspec.json` keeps for the cost policy, by drafter: its costs, and how often its tokens stood."""
+
+    costs: dict[str, DraftCosts]
+    alphas: dict[str, float]
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> KnownCosts:
+        """Read the field `costs`; UserError where it is broken."""
+        try:
+            costs = {
+                name: DraftCosts(
+                    float(value["cost_ratio"]), tuple(map(float, value["verify_ratio"])), value["overhead"]
+                )
+                for name, value in artifact.costs.items()
+            }
+            alphas = {
+                name: float(value["alpha"]) for name, value in artifact.costs.items() if value["alpha"] is not None
+            }
+            return cls(costs, alphas)
+        except (KeyError, TypeError, ValueError):
+            raise UserError(
+                "selfspec.json: costs cannot be read", got=artifact.costs, command="selfspec sweep-exit MODEL"
+            ) from None
+
+    def to_artifact(self) -> dict[str, dict[str, Any]]:
+        """Return the field `costs`."""
+        return {
+            name: {"alpha": self.alphas.get(name), **asdict(value), "verify_ratio": list(value.verify_ratio)}
+            for name, value in self.costs.items()
+        }
+
+
+def environment(decoder: LayeredDecoder) -> dict[str, Any]:
+    """Return what costs depend on besides the model and the versions of libraries: device, dtype and threads."""
+    cuda = decoder.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(decoder.device) if cuda else str(decoder.device),
+        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def measured_elsewhere(artifact: Artifact, decoder: LayeredDecoder) -> str:
+    """Return in what the artifact's costs were measured elsewhere, such as "threads 8 (here 2)"; "" if in nothing."""
+    here, there = environment(decoder), artifact.measured_on
+    others = [f"{name} {there.get(name)} (here {value})" for name, value in here.items() if there.get(name) != value]
+    return ", ".join(others)
+
+
 TIMED_VERIFICATIONS = (1, 2, 4, MAX_DRAFT_TOKENS)
 """Draft lengths whose verification is timed; between them costs are taken to grow linearly."""
 
 
 def draft_costs(
-    engine: Engine, drafter: Drafter, *, context_length: int = 256, repeats: int = 7, progress: Progress = silent
+    engine: Engine,
+    drafter: Drafter,
+    *,
+    context_length: int = 256,
+    repeats: int = 7,
+    overhead: float = 0.0,
+    progress: Progress = silent,
 ) -> DraftCosts:
     """Time a drafter's steps and the verification of what it drafts, greedily, against a plain step, in turn.
 
@@ -68,6 +129,7 @@ def draft_costs(
         engine: its numerics and batch size are those measured.
         drafter: offers one source; a repeating text is made for it, so that copying finds a match.
         context_length: live cache length; shortened to fit the model's context.
+        overhead: what a round costs besides, in plain steps, which is not timed here.
     """
     decoder = engine.decoder
     context_length = min(context_length, decoder.family.max_context - 2 * MAX_DRAFT_TOKENS)
@@ -98,7 +160,7 @@ def draft_costs(
     step = max(0.0, medians["draft 3"] - medians["draft 1"]) / 2
     rest = max(0.0, medians["draft 1"] - step)
     verify_ratio = [rest + _between(medians, k) for k in range(1, MAX_DRAFT_TOKENS + 1)]
-    return DraftCosts(step / medians["plain"], tuple(value / medians["plain"] for value in verify_ratio))
+    return DraftCosts(step / medians["plain"], tuple(v / medians["plain"] for v in verify_ratio), overhead)
 
 
 def _first_choice(logits: Tensor, offset: int) -> tuple[Tensor, None]:

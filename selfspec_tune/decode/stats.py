@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 SUMMED = (
@@ -16,6 +17,7 @@ SUMMED = (
     "emitted",
     "from_prefill",
     "tested",
+    "rounds_of",
 )
 
 
@@ -41,9 +43,12 @@ class Stats:
     from_prefill: int = 0
     # Of the draft tokens that were tested (all before them in their round stood), how many stood.
     tested: int = 0
+    rounds_of: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    """Rounds by drafter (of a hybrid: the part that drafted), tokens drafted, and tokens accepted."""
 
-    def count_round(self, k: int, accepted: int) -> None:
-        """Count one row's round of k drafted tokens."""
+    def count_round(self, drafter: str, k: int, accepted: int) -> None:
+        """Count one row's round of k tokens drafted by a drafter."""
+        self.rounds_of[drafter, k, accepted] += 1
         self.rounds += 1
         self.drafted += k
         self.accepted += accepted
@@ -60,6 +65,23 @@ class Stats:
         """Probability that a tested draft token stands; None before any was tested."""
         return self.accepted / self.tested if self.tested else None
 
+    @property
+    def plain_steps(self) -> int:
+        """Tokens that a plain step emitted; those of a prompt's first pass are not among them."""
+        return max(0, self.emitted - self.from_prefill - self.accepted - self.rounds)
+
+    def part(self, drafter: str) -> Stats:
+        """Return the counts of one drafter's rounds alone."""
+        part = Stats(drafter=drafter)
+        for (name, k, accepted), count in self.rounds_of.items():
+            if name == drafter:
+                part.rounds, part.drafted = part.rounds + count, part.drafted + count * k
+                part.accepted, part.tested = (
+                    part.accepted + count * accepted,
+                    part.tested + count * min(k, accepted + 1),
+                )
+        return part
+
     def to_dict(self) -> dict[str, Any]:
         """Return the statistics as one JSON object."""
         decode_seconds, decoded = self.total_seconds - self.prefill_seconds, self.emitted - self.from_prefill
@@ -75,6 +97,11 @@ class Stats:
             "alpha": self.alpha,
             "accepted_fraction": self.accepted / self.drafted if self.drafted else None,
             "tokens_per_round": (self.accepted + self.rounds) / self.rounds if self.rounds else None,
+            "by_drafter": {
+                name: {"rounds": part.rounds, "drafted": part.drafted, "accepted": part.accepted, "alpha": part.alpha}
+                for name in sorted({name for name, _, _ in self.rounds_of})
+                for part in [self.part(name)]
+            },
             "drafter": self.drafter,
             "exit_layer": self.exit_layer,
             "num_draft_tokens": self.num_draft_tokens,

@@ -1,4 +1,4 @@
-"""Decode held-out prompts with the chosen cells and plainly, in turn, in one process: the measured speed-up.
+"""Decode held-out prompts with the best drafters and plainly, in turn, in one process: the measured speed-up.
 
 A busy machine slows neighbouring runs alike, so only ratios of neighbours are kept, and of those the median.
 """
@@ -9,16 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
-from selfspec_tune.decode.engine import Engine, Request
-from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.engine import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.decode.stats import Stats
-from selfspec_tune.progress import Progress, silent
+from selfspec_tune.sweep.candidates import Candidate, Trials
 from selfspec_tune.sweep.timing import spread
 
 CONFIRM_PROMPTS = 6
-"""Prompts decoded to confirm a cell; the profile leaves them out where the file holds more than it uses."""
+"""Prompts decoded to confirm a drafter; the profile leaves them out where the file holds more than it uses."""
 CONFIRM_TOKENS = 64
 """Tokens of each at most."""
 CONFIRM_ROUNDS = 2
@@ -27,17 +25,21 @@ CONFIRM_ROUNDS = 2
 
 @dataclass(frozen=True)
 class Confirmed:
-    """A cell decoded for real: median `speedup` over prompts and turns, `spread` its interquartile range over median.
+    """A drafter decoded for real, with the policy that decides round by round how many tokens to draft.
 
-    `identical` says whether all tokens equal plain decoding's; None where they are sampled and need not.
+    Attributes:
+        label: the candidate's.
+        speedup: over plain decoding, median over prompts and turns; `spread` its interquartile range over median.
+        identical: whether all tokens equal plain decoding's; None where they are sampled and need not.
+        drafted_share: of the decoded tokens how many came from rounds that drafted; the others from plain steps.
     """
 
-    exit_layer: int
-    num_draft_tokens: int
+    label: str
     speedup: float
     spread: float
     identical: bool | None
     tokens_per_round: float | None
+    drafted_share: float
     num_prompts: int
     num_tokens: int
 
@@ -50,43 +52,41 @@ def held_out(requests: Sequence[Request], num_profiled: int) -> list[Request]:
 
 
 def confirm(
-    engine: Engine,
-    requests: list[Request],
-    params: SamplingParams,
-    cells: Sequence[tuple[int, int]],
-    progress: Progress = silent,
+    trials: Trials, requests: list[Request], params: SamplingParams, candidates: Sequence[Candidate]
 ) -> list[Confirmed]:
-    """Decode `requests` plainly and with each cell (exit layer, k) in turn, A B A B; compare times and tokens.
+    """Decode `requests` plainly and with each candidate in turn, A B A B; compare times and tokens.
 
-    A cell is left out where no request got a second token.
+    A candidate is left out where no request got a second token.
     """
-    results, done, total = [], 0, len(cells) * CONFIRM_ROUNDS * len(requests)
-    for exit_layer, k in cells:
-        drafter = LayerSkipDrafter(engine.decoder, exit_layer)
-        ratios, identical, tokens, rounds, accepted = [], True, 0, 0, 0
+    results, done, total = [], 0, len(candidates) * CONFIRM_ROUNDS * len(requests)
+    engine = trials.engine
+    for candidate in candidates:
+        drafter, policy = trials.drafter(candidate.settings), candidate.policy(trials.config.max_draft_tokens)
+        ratios, identical, counted = [], True, Stats()
         for request in requests * CONFIRM_ROUNDS:
-            progress("confirm", done, total)
+            trials.progress("confirm", done, total)
             [plain], plain_stats = engine.generate([request], params)
-            [fast], stats = engine.generate([request], params, drafter, DraftPolicy(k))
+            [fast], stats = engine.generate([request], params, drafter, policy)
             done += 1
             identical &= plain.token_ids == fast.token_ids
-            tokens, rounds, accepted = tokens + stats.emitted, rounds + stats.rounds, accepted + stats.accepted
+            counted.add(stats)
             if plain_stats.emitted > 1 and stats.emitted > 1:
                 ratios.append(seconds_per_token(plain_stats) / seconds_per_token(stats))
         if ratios:
+            rounds, decoded = counted.rounds, counted.emitted - counted.from_prefill
             results.append(
                 Confirmed(
-                    exit_layer=exit_layer,
-                    num_draft_tokens=k,
+                    label=candidate.label,
                     speedup=median(ratios),
                     spread=spread(ratios),
                     identical=identical if params.greedy else None,
-                    tokens_per_round=(accepted + rounds) / rounds if rounds else None,
+                    tokens_per_round=(counted.accepted + rounds) / rounds if rounds else None,
+                    drafted_share=1 - counted.plain_steps / decoded,
                     num_prompts=len(requests),
-                    num_tokens=tokens // CONFIRM_ROUNDS,
+                    num_tokens=counted.emitted // CONFIRM_ROUNDS,
                 )
             )
-    progress("confirm", total, total)
+    trials.progress("confirm", total, total)
     return results
 
 

@@ -1,4 +1,4 @@
-"""What `sweep-exit` leaves behind: the contents of `selfspec.json` for the cell it chose."""
+"""What `sweep-exit` leaves behind: the contents of `selfspec.json` for the drafter it chose."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from selfspec_tune import artifact as artifacts
 from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import SweepConfig
 from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.price import environment
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.load import checkpoint_dir
+from selfspec_tune.sweep.candidates import Candidate
 from selfspec_tune.sweep.confirm import Confirmed
-from selfspec_tune.sweep.objective import Cell
 from selfspec_tune.sweep.profile import Profile
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The best cell, its measured speed-up where it was tried, whether to speculate with it, and why."""
+    """The best drafter, its measured speed-up where it was tried, whether to speculate with it, and why."""
 
-    cell: Cell
+    candidate: Candidate
     confirmed: Confirmed | None
     enabled: bool
     reason: str
@@ -33,9 +34,9 @@ class Choice:
 def build_artifact(model: str, engine: Engine, config: SweepConfig, profile: Profile, choice: Choice) -> Artifact:
     """Return the artifact of a choice; an earlier verdict of `regress` on the same weights is kept.
 
-    A choice that does not pay is recorded too: `enabled` is false, the cell shows the best there is.
+    A choice that does not pay is recorded too: `enabled` is false, the rest shows the best there is.
     """
-    cell, confirmed = choice.cell, choice.confirmed
+    best, confirmed = choice.candidate, choice.confirmed
     family, directory = engine.decoder.family, checkpoint_dir(model)
     return Artifact(
         checkpoint_fingerprint=artifacts.fingerprint(directory) if directory else "",
@@ -43,18 +44,20 @@ def build_artifact(model: str, engine: Engine, config: SweepConfig, profile: Pro
         num_layers=family.num_layers,
         enabled=choice.enabled,
         reason=choice.reason,
-        exit_layer=cell.exit_layer,
-        num_draft_tokens=cell.num_draft_tokens,
+        **best.settings.to_artifact(),
+        num_draft_tokens=best.num_draft_tokens,
         k_max=config.max_draft_tokens,
+        k_policy="cost",
         numerics=engine.numerics,
         rows=list(engine.rows.counts),
         batch_size=engine.batch_size,
-        alpha=cell.alpha,
-        cost_ratio=cell.cost_ratio,
-        verify_ratio=cell.verify_ratio,
-        tokens_per_round=cell.tokens_per_round,
-        speedup_model=cell.speedup_model,
-        speedup_predicted=cell.speedup_predicted,
+        alpha=best.alpha,
+        cost_ratio=best.cost_ratio,
+        verify_ratio=best.verify_ratio,
+        costs=best.known.to_artifact(),
+        tokens_per_round=best.tokens_per_round,
+        speedup_model=best.speedup_model,
+        speedup_predicted=best.speedup_predicted,
         speedup_confirmed=asdict(confirmed) if confirmed else None,
         measured_on=measured_on(engine),
         eval_set={
@@ -69,12 +72,8 @@ def build_artifact(model: str, engine: Engine, config: SweepConfig, profile: Pro
 
 def measured_on(engine: Engine) -> dict[str, Any]:
     """Return what the costs depend on besides the model: device, dtype, threads and library versions."""
-    decoder = engine.decoder
-    cuda = decoder.device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(decoder.device) if cuda else str(decoder.device),
-        "dtype": str(decoder.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
+        **environment(engine.decoder),
         "torch": torch.__version__,
         "transformers": _version("transformers"),
         "triton": _version("triton"),

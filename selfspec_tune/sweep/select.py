@@ -1,7 +1,7 @@
-"""From acceptance and costs to a decision: score every cell, try the best ones, write `selfspec.json`.
+"""From acceptance and costs to a decision: score every drafter, try the best ones, write `selfspec.json`.
 
 The decision is against plain decoding in the numerics in use. A prediction alone never turns speculation on, unless no
-confirmation was asked for: the best cells are decoded in turn with plain decoding, in one process.
+confirmation was asked for: the best drafters are decoded in turn with plain decoding, in one process.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.model.load import checkpoint_dir
 from selfspec_tune.progress import Progress, silent
 from selfspec_tune.sweep import objective
+from selfspec_tune.sweep.candidates import Candidate, Trials, of_cell
 from selfspec_tune.sweep.confirm import Confirmed, confirm, held_out
 from selfspec_tune.sweep.objective import Cell, Costs, why_not
 from selfspec_tune.sweep.profile import Profile, profile_exits
@@ -28,17 +29,26 @@ from selfspec_tune.sweep.record import Choice, build_artifact
 from selfspec_tune.sweep.timing import measure_costs
 
 CLEARLY_SLOWER = 0.9
-"""Predictions below this are confirmed for one cell only, so that the report holds a measured number."""
+"""Where the best prediction is below this one drafter only is confirmed, so that the report holds a measured number."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Everything `sweep-exit` found. `path` is where the artifact was written, None for a model without a directory."""
+    """Everything `sweep-exit` found.
+
+    Attributes:
+        cells: layer skip, every exit and k.
+        candidates: the drafters compared, ranked; of layer skip the best cell in the window.
+        skipped: label → why a drafter was not tried.
+        path: where the artifact was written, None for a model without a directory.
+    """
 
     artifact: Artifact
     cells: list[Cell]
     profile: Profile
     costs: Costs
+    candidates: list[Candidate]
+    skipped: dict[str, str]
     confirmed: list[Confirmed]
     better_outside_window: Cell | None
     path: Path | None
@@ -49,6 +59,8 @@ class Sweep:
         return {
             "artifact": asdict(self.artifact),
             "cells": [asdict(cell) for cell in self.cells],
+            "candidates": [candidate.to_dict() for candidate in self.candidates],
+            "skipped": self.skipped,
             "alpha_by_exit": {str(exit_layer): value for exit_layer, value in self.profile.alpha.items()},
             "overhead_ratio": self.costs.overhead_ratio,
             "cost_spread": dict(self.costs.spread),
@@ -91,15 +103,20 @@ def sweep(
     inside = ranked([cell for cell in cells if cell.exit_layer in exits])
     outside = ranked([cell for cell in cells if cell.exit_layer not in exits])
     better = outside[0] if outside and outside[0].speedup_predicted > inside[0].speedup_predicted else None
-    count = config.confirm if inside[0].speedup_predicted >= CLEARLY_SLOWER else min(config.confirm, 1)
-    tried = [(cell.exit_layer, cell.num_draft_tokens) for cell in inside[:count]]
-    confirmed = confirm(engine, held_out(requests, config.num_prompts), params, tried, progress)
+    trials = Trials(engine, model, config, costs.overhead_ratio, progress)
+    layer_skip = of_cell(inside[0], costs, config.max_draft_tokens) if "layer-skip" in config.drafters else None
+    candidates = ranked_candidates(trials.candidates(profiled, params, layer_skip))
+    if not candidates:
+        got = "; ".join(f"{label}: {why}" for label, why in trials.skipped.items()) or ", ".join(config.drafters)
+        raise UserError("none of the drafters asked for can be tried here", got=got, command="--drafters layer-skip")
+    count = config.confirm if candidates[0].speedup_predicted >= CLEARLY_SLOWER else min(config.confirm, 1)
+    confirmed = confirm(trials, held_out(requests, config.num_prompts), params, candidates[:count])
     exact, must_confirm = engine.numerics == "exact", config.confirm > 0
-    choice = decide(inside, confirmed, costs, exact=exact, must_confirm=must_confirm)
+    choice = decide(candidates, confirmed, why_not(inside[0], costs), exact=exact, must_confirm=must_confirm)
     artifact = build_artifact(model, engine, config, profile, choice)
     directory = checkpoint_dir(model)
     path = artifacts.write(directory, artifact) if directory else None
-    return Sweep(artifact, cells, profile, costs, confirmed, better, path)
+    return Sweep(artifact, cells, profile, costs, candidates, trials.skipped, confirmed, better, path)
 
 
 def check_fits(decoder: LayeredDecoder, requests: Sequence[Request], config: SweepConfig) -> list[int]:
@@ -150,23 +167,30 @@ def ranked(cells: list[Cell]) -> list[Cell]:
     return sorted(cells, key=lambda cell: (-cell.speedup_predicted, cell.exit_layer, cell.num_draft_tokens))
 
 
-def decide(inside: list[Cell], confirmed: list[Confirmed], costs: Costs, *, exact: bool, must_confirm: bool) -> Choice:
-    """Choose a cell and say whether to speculate with it, and why.
+def ranked_candidates(candidates: list[Candidate]) -> list[Candidate]:
+    """Return candidates by predicted speed-up, the best first; the first of each kind of drafter before any second."""
+    order = sorted(candidates, key=lambda candidate: (-candidate.speedup_predicted, candidate.label))
+    firsts = {candidate.settings.drafter: candidate for candidate in reversed(order)}
+    return sorted(order, key=lambda candidate: candidate is not firsts[candidate.settings.drafter])
+
+
+def decide(
+    candidates: list[Candidate], confirmed: list[Confirmed], why: str, *, exact: bool, must_confirm: bool
+) -> Choice:
+    """Choose a drafter and say whether to speculate with it, and why, and what the runner-up lacks.
 
     Args:
-        inside: the cells that may be chosen, ranked; not empty.
+        candidates: those that may be chosen, ranked; not empty.
         confirmed: measurements of some of them; may be empty.
+        why: what keeps layer skip from paying, if it does not; "" where it was not asked for.
         exact: tokens other than plain decoding's are an error.
         must_confirm: a prediction alone does not enable speculation.
     """
-    best, result = inside[0], max(confirmed, key=lambda result: result.speedup, default=None)
+    best, result = candidates[0], max(confirmed, key=lambda result: result.speedup, default=None)
     if result is not None:
-        key = (result.exit_layer, result.num_draft_tokens)
-        best = next(cell for cell in inside if (cell.exit_layer, cell.num_draft_tokens) == key)
-    predicted = (
-        f"exit {best.exit_layer} with k = {best.num_draft_tokens} is predicted at ×{best.speedup_predicted:.2f} "
-        "of plain decoding"
-    )
+        best = next(candidate for candidate in candidates if candidate.label == result.label)
+    predicted = f"{best.label} with k = {best.num_draft_tokens} is predicted at ×{best.speedup_predicted:.2f}"
+    predicted += " of plain decoding"
     if result is None:
         measured = "not confirmed by decoding"
     else:
@@ -174,8 +198,34 @@ def decide(inside: list[Cell], confirmed: list[Confirmed], costs: Costs, *, exac
     if exact and any(tried.identical is False for tried in confirmed):
         return Choice(best, result, False, f"{predicted}, but speculation changed tokens; see selfspec check MODEL")
     if best.speedup_predicted <= 1.0:
-        reason = f"{why_not(best, costs)}, so {predicted}; {measured}"
-        return Choice(best, result, False, reason)
+        cause = why if best.settings.drafter == "layer-skip" else _why_not(best)
+        return Choice(best, result, False, f"{cause}, so {predicted}; {measured}")
     if result.speedup <= 1.0 if result else must_confirm:
         return Choice(best, result, False, f"{predicted}, but {measured}")
-    return Choice(best, result, True, f"{predicted}; {measured}")
+    others = [candidate for candidate in candidates if candidate is not best]
+    return Choice(best, result, True, f"{predicted}; {measured}{_runner_up(best, others, confirmed)}")
+
+
+def _why_not(candidate: Candidate) -> str:
+    alpha = "nothing was drafted" if candidate.alpha is None else f"α = {candidate.alpha:.2f}"
+    return (
+        f"{candidate.label}: a step emits {candidate.tokens_per_step:.2f} tokens and costs "
+        f"{candidate.cost_per_step:.2f} plain steps ({alpha}, c = {candidate.cost_ratio:.2f}, "
+        f"v = {candidate.verify_ratio:.2f})"
+    )
+
+
+def _runner_up(best: Candidate, others: list[Candidate], confirmed: list[Confirmed]) -> str:
+    """Say which drafter comes second, and whether it lacks tokens or costs too much."""
+    speeds = {result.label: result.speedup for result in confirmed}
+    second = max(others, key=lambda other: speeds.get(other.label, other.speedup_predicted), default=None)
+    if second is None:
+        return ""
+    lacks = []
+    if second.tokens_per_step < best.tokens_per_step:
+        lacks.append(f"its steps emit fewer tokens ({second.tokens_per_step:.2f} against {best.tokens_per_step:.2f})")
+    if second.cost_per_step > best.cost_per_step:
+        lacks.append(f"its steps cost more ({second.cost_per_step:.2f} against {best.cost_per_step:.2f} plain steps)")
+    how = "measured" if second.label in speeds else "predicted"
+    speed = speeds.get(second.label, second.speedup_predicted)
+    return f". Runner-up: {second.label}, {how} ×{speed:.2f}" + (f": {' and '.join(lacks)}" if lacks else "")

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import MAX_DRAFT_TOKENS, DecodeConfig
+from selfspec_tune.decode import plan as plans
 from selfspec_tune.decode.drafters.hybrid import HybridDrafter
 from selfspec_tune.decode.drafters.low_precision import LowPrecisionDrafter
+from selfspec_tune.decode.drafters.make import DraftSettings
 from selfspec_tune.decode.drafters.prompt_lookup import PromptLookupDrafter
 from selfspec_tune.decode.engine import Request
 from selfspec_tune.decode.plan import DEFAULT_NUM_DRAFT_TOKENS, choose, make_plan
+from selfspec_tune.decode.policy import CostPolicy, DraftCosts
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.load import load_tokenizer
@@ -20,58 +24,90 @@ from selfspec_tune.model.load import load_tokenizer
 GOOD = Artifact(
     "f", "llama", 6, True, "", exit_layer=3, num_draft_tokens=4, cost_ratio=0.3, verify_ratio=1.2, numerics="exact"
 )
+SKIP = DraftSettings("layer-skip", 3)
 OFF = replace(GOOD, enabled=False, reason="alpha is 0.1")
 
 
 def test_the_artifact_decides():
     choice = choose(GOOD, DecodeConfig(), "m")
-    assert (choice.exit_layer, choice.num_draft_tokens, choice.numerics, choice.notices) == (3, 4, "exact", [])
-    assert choice.round_cost == pytest.approx(0.3 * 4 + 1.2)
+    assert (choice.settings, choice.numerics, choice.notices) == (SKIP, "exact", [])
+    assert (choice.k_policy, choice.num_draft_tokens, choice.as_measured) == ("cost", 8, True)
+    fixed = choose(GOOD, DecodeConfig(k_policy="fixed"), "m")
+    assert (fixed.num_draft_tokens, fixed.round_cost) == (4, pytest.approx(0.3 * 4 + 1.2))
+
+
+def test_the_artifacts_policy_is_used_and_a_given_k_is_a_fixed_one():
+    assert choose(replace(GOOD, k_policy="window"), DecodeConfig(), "m").k_policy == "window"
+    given = choose(GOOD, DecodeConfig(num_draft_tokens=2), "m")
+    assert (given.k_policy, given.num_draft_tokens, given.round_cost) == ("fixed", 2, None)
+    assert given.notices == ["num_draft_tokens 2 overrides selfspec.json's 4"]
 
 
 def test_flags_override_with_a_notice():
     choice = choose(GOOD, DecodeConfig(exit_layer=2, numerics="fast"), "m")
-    assert (choice.exit_layer, choice.num_draft_tokens, choice.numerics) == (2, 4, "fast")
-    assert choice.round_cost is None
+    assert (choice.settings, choice.numerics) == (replace(SKIP, exit_layer=2), "fast")
+    assert not choice.as_measured and choice.round_cost is None
     assert len(choice.notices) == 2 and all("overrides" in notice for notice in choice.notices)
+
+
+def test_every_drafter_of_an_artifact_is_read_back():
+    for settings in (
+        DraftSettings("copy"),
+        DraftSettings("low-precision", draft_bits=8, draft_head_bits=4),
+        DraftSettings("hybrid", exit_layer=2, hybrid_with="layer-skip"),
+    ):
+        artifact = replace(GOOD, **settings.to_artifact())
+        choice = choose(artifact, DecodeConfig(), "m")
+        assert choice.settings == settings and choice.as_measured and choice.notices == []
+    bits = choose(replace(GOOD, **DraftSettings("low-precision").to_artifact()), DecodeConfig(draft_bits="8"), "m")
+    assert bits.settings == DraftSettings("low-precision", draft_bits=8)
+    assert bits.notices == ["draft_bits 8 overrides selfspec.json's 4"] and not bits.as_measured
+    with pytest.raises(UserError, match="draft is unknown"):
+        choose(replace(GOOD, draft={"bits": 4}), DecodeConfig(), "m")
+
+
+def test_an_exit_layer_beside_a_drafter_without_one_asks_for_layer_skip():
+    choice = choose(replace(GOOD, **DraftSettings("copy").to_artifact()), DecodeConfig(exit_layer=2), "m")
+    assert choice.settings == DraftSettings("layer-skip", 2)
 
 
 def test_without_artifact_and_flags_it_decodes_plainly_and_says_how_to_get_one():
     choice = choose(None, DecodeConfig(), "m")
-    assert choice.drafter is None and choice.numerics == "exact"
+    assert choice.settings is None and choice.numerics == "exact"
     assert "selfspec sweep-exit m" in choice.notices[0]
 
 
 def test_a_disabled_artifact_decodes_plainly_and_says_why():
     choice = choose(OFF, DecodeConfig(), "m")
-    assert choice.drafter is None and "alpha is 0.1" in choice.notices[0]
-    forced = choose(OFF, DecodeConfig(exit_layer=2), "m")
-    assert forced.exit_layer == 2 and forced.num_draft_tokens == DEFAULT_NUM_DRAFT_TOKENS
+    assert choice.settings is None and "alpha is 0.1" in choice.notices[0]
+    forced = choose(OFF, DecodeConfig(exit_layer=2, k_policy="fixed"), "m")
+    assert forced.settings == DraftSettings("layer-skip", 2) and forced.num_draft_tokens == DEFAULT_NUM_DRAFT_TOKENS
     assert "alpha is 0.1" in forced.notices[0]
 
 
 def test_no_speculation():
-    assert choose(GOOD, DecodeConfig(no_speculation=True), "m").drafter is None
+    assert choose(GOOD, DecodeConfig(no_speculation=True), "m").settings is None
     with pytest.raises(UserError, match="both"):
         choose(GOOD, DecodeConfig(no_speculation=True, exit_layer=2), "m")
 
 
 def test_a_drafter_by_name_overrides_the_artifact_with_a_notice():
     choice = choose(GOOD, DecodeConfig(drafter="low-precision"), "m")
-    assert (choice.drafter, choice.exit_layer, choice.num_draft_tokens) == ("low-precision", None, 3)
+    assert choice.settings == DraftSettings("low-precision") and not choice.as_measured
     assert choice.notices == ["drafter low-precision overrides selfspec.json's layer-skip"]
-    assert "plain decoding" in choose(OFF, DecodeConfig(drafter="copy"), "m").notices[0]
+    assert "alpha is 0.1" in choose(OFF, DecodeConfig(drafter="copy"), "m").notices[0]
     assert choose(None, DecodeConfig(drafter="copy"), "m").notices == []
 
 
 def test_the_cost_policy_may_use_every_k():
-    assert choose(None, DecodeConfig(drafter="copy", k_policy="cost"), "m").num_draft_tokens == MAX_DRAFT_TOKENS
+    assert choose(None, DecodeConfig(drafter="copy"), "m").num_draft_tokens == MAX_DRAFT_TOKENS
+    assert choose(replace(GOOD, k_max=5), DecodeConfig(), "m").num_draft_tokens == 5
     assert choose(None, DecodeConfig(drafter="copy", k_policy="cost", num_draft_tokens=2), "m").num_draft_tokens == 2
 
 
 def test_hybrid_with_layer_skip_takes_the_artifacts_exit():
     options = DecodeConfig(drafter="hybrid", hybrid_with="layer-skip")
-    assert choose(GOOD, options, "m").exit_layer == 3
+    assert choose(GOOD, options, "m").settings == DraftSettings("hybrid", 3, hybrid_with="layer-skip")
     with pytest.raises(UserError, match="needs an exit layer"):
         choose(None, options, "m")
 
@@ -113,3 +149,22 @@ def test_an_exit_head_that_is_not_there_is_a_user_error(checkpoint):
 def test_drafts_that_cannot_be(options):
     with pytest.raises(UserError):
         choose(None, options, "m")
+
+
+def test_costs_in_the_artifact_save_timing_them_but_only_where_they_were_measured(checkpoint, monkeypatch):
+    costs = {"copy": {"alpha": 0.7, "cost_ratio": 0.01, "verify_ratio": [1.1] * 8, "overhead": 0.02}}
+    here = {"device": "cpu", "dtype": "float32", "threads": torch.get_num_threads()}
+    artifact = replace(GOOD, **DraftSettings("copy").to_artifact(), costs=costs, measured_on=here)
+    timed: list[str] = []
+    monkeypatch.setattr(
+        plans, "draft_costs", lambda engine, part, progress: timed.append(part.name) or DraftCosts(0.1, (1.0,) * 8)
+    )
+    plan = make_plan(str(checkpoint), None, artifact, DecodeConfig())
+    assert isinstance(plan.policy, CostPolicy) and timed == [] and plan.notices == []
+    elsewhere = replace(artifact, measured_on={**here, "threads": 64})
+    plan = make_plan(str(checkpoint), None, elsewhere, DecodeConfig())
+    assert timed == ["copy"] and "threads 64 (here" in plan.notices[0]
+    make_plan(str(checkpoint), None, artifact, DecodeConfig(numerics="fast"))
+    assert timed == ["copy", "copy"]
+    with pytest.raises(UserError, match="costs cannot be read"):
+        make_plan(str(checkpoint), None, replace(artifact, costs={"copy": {"alpha": 1}}), DecodeConfig())

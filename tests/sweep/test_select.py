@@ -16,14 +16,20 @@ from selfspec_tune import artifact as artifacts
 from selfspec_tune.cli import app
 from selfspec_tune.cli.sweep_exit import check_options, shown_exits
 from selfspec_tune.config import SweepConfig
+from selfspec_tune.decode.drafters.make import DraftSettings
 from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.policy import DraftCosts
+from selfspec_tune.decode.price import KnownCosts
 from selfspec_tune.decode.sampling import SamplingParams
+from selfspec_tune.decode.stats import Stats
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import LayeredDecoder, load_decoder
 from selfspec_tune.sweep import confirm, select
+from selfspec_tune.sweep.candidates import Candidate, Trials
 from selfspec_tune.sweep.confirm import Confirmed
 from selfspec_tune.sweep.objective import Cell, Costs
 from selfspec_tune.sweep.profile import Profile
+from selfspec_tune.sweep.record import Choice
 
 COSTS = Costs(
     num_layers=5,
@@ -42,12 +48,25 @@ def cell(exit_layer: int, k: int, predicted: float) -> Cell:
     return Cell(exit_layer, k, 0.7, 0.3, 1.1, 2.0, 1.2, predicted)
 
 
-def result(exit_layer: int, k: int, speedup: float, identical: bool | None = True) -> Confirmed:
-    return Confirmed(exit_layer, k, speedup, 0.02, identical, 2.0, 6, 300)
+def candidate(settings: DraftSettings, tokens: float, cost: float) -> Candidate:
+    name = settings.drafter
+    return Candidate(
+        settings, 3, 0.7, 0.3, 1.1, 2.0, tokens, cost, KnownCosts({name: DraftCosts(0.3, (1.1, 1.2, 1.3))}, {name: 0.7})
+    )
 
 
-def decide(inside: list[Cell], confirmed: list[Confirmed], *, exact: bool = True, must_confirm: bool = True) -> Any:
-    return select.decide(inside, confirmed, COSTS, exact=exact, must_confirm=must_confirm)
+SKIP, COPY = DraftSettings("layer-skip", 2), DraftSettings("copy")
+FOUR, EIGHT = DraftSettings("low-precision"), DraftSettings("low-precision", draft_bits=8)
+
+
+def result(settings: DraftSettings, speedup: float, identical: bool | None = True) -> Confirmed:
+    return Confirmed(settings.label, speedup, 0.02, identical, 2.0, 0.9, 6, 300)
+
+
+def decide(
+    found: list[Candidate], confirmed: list[Confirmed], *, exact: bool = True, must_confirm: bool = True
+) -> Choice:
+    return select.decide(found, confirmed, "α too low", exact=exact, must_confirm=must_confirm)
 
 
 def test_every_cell_gets_both_scores() -> None:
@@ -65,29 +84,45 @@ def test_the_better_prediction_comes_first_and_of_equals_the_smaller() -> None:
     assert select.ranked(cells) == [cells[2], cells[1], cells[0], cells[3]]
 
 
+def test_the_best_of_each_drafter_comes_before_the_second_of_any() -> None:
+    found = [
+        candidate(EIGHT, 1.5, 1.0),
+        candidate(SKIP, 0.8, 1.0),
+        candidate(FOUR, 1.6, 1.0),
+        candidate(COPY, 1.2, 1.0),
+    ]
+    assert [c.settings for c in select.ranked_candidates(found)] == [FOUR, COPY, SKIP, EIGHT]
+
+
 def test_speculation_is_enabled_by_prediction_and_confirmation_together() -> None:
-    good, poor = cell(2, 4, 1.3), cell(2, 4, 0.95)
-    assert decide([good], [result(2, 4, 1.2)]).enabled
-    refused = decide([good], [result(2, 4, 0.97)])
+    good, poor = candidate(COPY, 1.3, 1.0), candidate(COPY, 0.95, 1.0)
+    assert decide([good], [result(COPY, 1.2)]).enabled
+    refused = decide([good], [result(COPY, 0.97)])
     assert not refused.enabled and "×1.30" in refused.reason and "×0.97" in refused.reason
-    low = decide([poor], [result(2, 4, 1.1)])
-    assert not low.enabled and "×0.95" in low.reason and "×1.10" in low.reason
+    low = decide([poor], [result(COPY, 1.1)])
+    assert not low.enabled and "×0.95" in low.reason and "×1.10" in low.reason and "emits 0.95 tokens" in low.reason
+    assert "α too low" in decide([candidate(SKIP, 0.9, 1.0)], []).reason
     assert decide([good], [], must_confirm=False).enabled
     assert not decide([good], [], must_confirm=True).enabled
     assert not decide([poor], [], must_confirm=False).enabled
 
 
-def test_of_the_confirmed_cells_the_one_measured_fastest_is_chosen() -> None:
-    inside = [cell(2, 4, 1.3), cell(3, 2, 1.25), cell(3, 3, 1.2)]
-    choice = decide(inside, [result(2, 4, 1.1), result(3, 2, 1.2)])
-    assert (choice.cell, choice.confirmed, choice.enabled) == (inside[1], result(3, 2, 1.2), True)
+def test_of_the_confirmed_the_one_measured_fastest_is_chosen_and_what_the_runner_up_lacks_is_said() -> None:
+    found = [candidate(COPY, 2.0, 1.5), candidate(FOUR, 3.0, 2.4), candidate(SKIP, 1.5, 1.9)]
+    choice = decide(found, [result(COPY, 1.1), result(FOUR, 1.2)])
+    assert (choice.candidate, choice.confirmed, choice.enabled) == (found[1], result(FOUR, 1.2), True)
+    second = "Runner-up: copy, measured ×1.10: its steps emit fewer tokens (2.00 against 3.00)"
+    assert choice.reason.endswith(second)
+    dearer = decide([found[0], found[2]], [result(COPY, 1.3)]).reason
+    assert "Runner-up: layer-skip at exit 2, predicted ×0.79" in dearer
+    assert "emit fewer tokens (1.50 against 2.00) and its steps cost more (1.90 against 1.50 plain steps)" in dearer
 
 
 def test_other_tokens_in_exact_numerics_are_never_enabled() -> None:
-    inside = [cell(2, 4, 1.3)]
-    assert not decide(inside, [result(2, 4, 1.2, identical=False)]).enabled
-    assert decide(inside, [result(2, 4, 1.2, identical=False)], exact=False).enabled
-    assert decide(inside, [result(2, 4, 1.2, identical=None)]).enabled
+    found = [candidate(COPY, 1.3, 1.0)]
+    assert not decide(found, [result(COPY, 1.2, identical=False)]).enabled
+    assert decide(found, [result(COPY, 1.2, identical=False)], exact=False).enabled
+    assert decide(found, [result(COPY, 1.2, identical=None)]).enabled
 
 
 def test_prompts_to_confirm_with_are_those_not_profiled(make_requests: MakeRequests) -> None:
@@ -106,29 +141,31 @@ def test_confirming_decodes_in_turn(
     generate = engine.generate
 
     def spy(requests: list[Request], params: Any, drafter: Any = None, policy: Any = None) -> Any:
-        calls.append((requests[0].id, drafter.exit_layer if drafter else 0, policy.k if policy else 0))
+        calls.append((requests[0].id, drafter.name if drafter else "", policy.k if policy else 0))
         return generate(requests, params, drafter, policy)
 
     monkeypatch.setattr(engine, "generate", spy)
     first, second = make_requests(2, 10)
-    [found] = confirm.confirm(engine, [first, second], params, [(3, 2)])
-    assert calls == [(first.id, 0, 0), (first.id, 3, 2), (second.id, 0, 0), (second.id, 3, 2)] * 2
-    assert (found.exit_layer, found.num_draft_tokens, found.num_prompts, found.num_tokens) == (3, 2, 2, 20)
+    trials = Trials(engine, "m", SweepConfig(max_draft_tokens=3), 0.0)
+    [found] = confirm.confirm(trials, [first, second], params, [candidate(COPY, 1.3, 1.0)])
+    assert calls == [(first.id, "", 0), (first.id, "copy", 3), (second.id, "", 0), (second.id, "copy", 3)] * 2
+    assert (found.label, found.num_prompts, found.num_tokens) == ("copy", 2, 20)
     assert found.identical is (True if params.greedy else None)
-    assert found.speedup > 0
+    assert found.speedup > 0 and 0 <= found.drafted_share <= 1
 
 
 def test_changed_tokens_are_seen(make_requests: MakeRequests) -> None:
     def generate(requests: Any, params: Any, drafter: Any = None, policy: Any = None) -> Any:
-        stats = SimpleNamespace(
-            total_seconds=2.0 if drafter else 3.0, prefill_seconds=1.0, emitted=5, rounds=2, accepted=2
-        )
+        stats = Stats(total_seconds=2.0 if drafter else 3.0, prefill_seconds=1.0, emitted=5, from_prefill=1)
+        for _ in range(2 if drafter else 0):
+            stats.count_round("copy", 2, 1)
         return [SimpleNamespace(token_ids=[1, 2, 3, 4, 6 if drafter else 5])], stats
 
     engine: Any = SimpleNamespace(decoder=SimpleNamespace(num_layers=5), generate=generate)
-    [found] = confirm.confirm(engine, make_requests(2, 10), SamplingParams(), [(3, 2)])
+    trials = Trials(engine, "m", SweepConfig(), 0.0)
+    [found] = confirm.confirm(trials, make_requests(2, 10), SamplingParams(), [candidate(COPY, 1.3, 1.0)])
     # Prefill does not count: one second against two.
-    assert (found.identical, found.speedup, found.tokens_per_round) == (False, 2.0, 2.0)
+    assert (found.identical, found.speedup, found.tokens_per_round, found.drafted_share) == (False, 2.0, 2.0, 1.0)
 
 
 @pytest.fixture
@@ -151,11 +188,16 @@ def test_a_sweep_writes_an_artifact_that_can_be_read(
     written = artifacts.read(own_checkpoint)
     assert written == found.artifact
     best = max(c.speedup_predicted for c in found.cells if c.exit_layer in (2, 3))
-    assert written.speedup_predicted == best
+    by_drafter = {c.settings.drafter: c for c in found.candidates}
+    assert by_drafter["layer-skip"].speedup_predicted == pytest.approx(best)
+    assert set(by_drafter) == {"layer-skip", "copy", "low-precision", "hybrid"} and len(found.candidates) == 5
+    chosen = next(c for c in found.candidates if c.label == found.confirmed[0].label)
+    if len(found.confirmed) == 1:
+        assert written.speedup_predicted == chosen.speedup_predicted
     assert (written.numerics, written.rows, written.num_layers, written.k_max) == ("fast", [], 4, 3)
     assert written.eval_set == {"name": "prompts.jsonl", "num_prompts": 5, "num_tokens": 60, "temperature": 0.0}
     assert set(written.measured_on) == {"device", "dtype", "threads", "torch", "transformers", "triton", "numba"}
-    assert written.speedup_confirmed == asdict(found.confirmed[0])
+    assert written.speedup_confirmed in [asdict(result) for result in found.confirmed]
     assert written.reason
     assert len(found.cells) == 9
 
@@ -189,15 +231,17 @@ def test_a_better_exit_outside_the_window_is_named(
         return [cell(1, 2, 1.4), cell(2, 1, 1.2), cell(3, 1, 1.1)]
 
     monkeypatch.setattr(select, "score", score)
-    monkeypatch.setattr(select, "confirm", lambda *_: [result(2, 1, 1.15)])
+    quick = replace(quick, drafters=("layer-skip",))
+    monkeypatch.setattr(select, "confirm", lambda *_: [result(SKIP, 1.15)])
     found = sweep(own_checkpoint, make_requests, quick)
     assert found.better_outside_window == cell(1, 2, 1.4)
     assert (found.artifact.enabled, found.artifact.exit_layer, found.artifact.num_draft_tokens) == (True, 2, 1)
+    monkeypatch.setattr(select, "confirm", lambda *_: [])
     assert sweep(own_checkpoint, make_requests, replace(quick, window=(0.0, 0.5))).better_outside_window is None
 
 
-@pytest.mark.parametrize(("best", "tried"), [(0.6, 1), (0.95, 3)])
-def test_cells_that_cannot_pay_are_confirmed_once(
+@pytest.mark.parametrize(("best", "tried"), [(0.6, 1), (0.95, 2)])
+def test_where_nothing_can_pay_one_drafter_is_confirmed(
     best: float,
     tried: int,
     own_checkpoint: Path,
@@ -207,14 +251,15 @@ def test_cells_that_cannot_pay_are_confirmed_once(
 ) -> None:
     asked = []
 
-    def record(_engine: Any, _requests: Any, _params: Any, cells: Any, _progress: Any) -> list[Confirmed]:
-        asked.extend(cells)
+    def record(_trials: Any, _requests: Any, _params: Any, found: list[Candidate]) -> list[Confirmed]:
+        asked.extend(found)
         return []
 
-    monkeypatch.setattr(select, "score", lambda *_: [cell(2, k, best - k / 100) for k in (1, 2, 3)])
+    found = [candidate(COPY, best, 1.0), candidate(SKIP, best, 1.1), candidate(FOUR, best, 1.2)]
+    monkeypatch.setattr(Trials, "candidates", lambda *_: found)
     monkeypatch.setattr(select, "confirm", record)
-    sweep(own_checkpoint, make_requests, replace(quick, confirm=3))
-    assert asked == [(2, 1), (2, 2), (2, 3)][:tried]
+    sweep(own_checkpoint, make_requests, replace(quick, confirm=2))
+    assert asked == found[:tried]
 
 
 @pytest.mark.parametrize(
@@ -282,5 +327,5 @@ def test_the_command_draws_the_cells_and_says_what_it_chose(own_checkpoint: Path
     done = CliRunner().invoke(app, [*command, "--confirm", "0", "--numerics", "fast"], catch_exceptions=False)
     assert done.exit_code == 0
     assert "only 3 prompts" in done.stderr
-    for piece in ("E=1", "E=3", "k=2", "speculation o", "needed", "written: "):
+    for piece in ("E=1", "E=3", "k=2", "speculation o", "needed", "written: ", "hybrid of copy", "low-precision in 8"):
         assert piece in done.stdout

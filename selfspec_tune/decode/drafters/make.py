@@ -1,0 +1,95 @@
+"""From settings to a drafter: the one place that knows every drafter by name."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from selfspec_tune import config
+from selfspec_tune.artifact import Artifact
+from selfspec_tune.decode.drafters import Drafter
+from selfspec_tune.decode.drafters.exit_head import ExitHeadDrafter
+from selfspec_tune.decode.drafters.hybrid import HybridDrafter
+from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
+from selfspec_tune.decode.drafters.low_precision import LowPrecisionDrafter
+from selfspec_tune.decode.drafters.prompt_lookup import PromptLookupDrafter
+from selfspec_tune.errors import UserError
+from selfspec_tune.model.decoder import LayeredDecoder
+from selfspec_tune.model.load import checkpoint_dir
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """Everything that makes a drafter of a model; names as the options of `decode` and the fields of `selfspec.json`.
+
+    Attributes:
+        exit_layer: E; None where the drafter needs none (low-precision: all layers).
+        draft_bits, draft_head_bits: low-precision: bits of the layers' and of the head's weights (None: the same).
+        hybrid_with: hybrid: the drafter beside `copy`.
+    """
+
+    drafter: config.Drafter
+    exit_layer: int | None = None
+    draft_bits: int = 4
+    draft_head_bits: int | None = None
+    hybrid_with: config.HybridWith = "low-precision"
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> DraftSettings:
+        """Return what `selfspec.json` says; UserError where it says what no drafter has."""
+        try:
+            return cls(artifact.drafter, artifact.exit_layer, **artifact.draft)  # type: ignore[arg-type]
+        except TypeError:
+            raise UserError(
+                "selfspec.json: draft is unknown", got=artifact.draft, command="selfspec sweep-exit MODEL"
+            ) from None
+
+    def to_artifact(self) -> dict[str, Any]:
+        """Return the fields of `selfspec.json` that `of` reads."""
+        values = asdict(self)
+        return {"drafter": values.pop("drafter"), "exit_layer": values.pop("exit_layer"), "draft": values}
+
+    @property
+    def parts(self) -> list[DraftSettings]:
+        """Settings of the drafters whose costs are measured: a hybrid's two, else these."""
+        if self.drafter != "hybrid":
+            return [self]
+        return [DraftSettings("copy"), replace(self, drafter=self.hybrid_with)]
+
+    @property
+    def label(self) -> str:
+        """What a reader calls it, such as "low-precision in 4 bits"; different settings have different labels."""
+        if self.drafter == "hybrid":
+            return f"hybrid of copy and {self.parts[1].label}"
+        if self.drafter == "copy":
+            return "copy"
+        words: str = self.drafter
+        if self.drafter == "low-precision":
+            words += f" in {self.draft_bits} bits"
+            if self.draft_head_bits not in (None, self.draft_bits):
+                words += f", head in {self.draft_head_bits}"
+        return words if self.exit_layer is None else f"{words} at exit {self.exit_layer}"
+
+
+def make_drafter(settings: DraftSettings, decoder: LayeredDecoder, model: str) -> Drafter:
+    """Make a drafter.
+
+    Args:
+        model: the directory or hub name the decoder's model came from; an exit head stands beside it.
+
+    Raises:
+        UserError: it does not fit the model, the device or the memory.
+    """
+    if settings.drafter == "layer-skip":
+        return LayerSkipDrafter(decoder, int(settings.exit_layer or 0))
+    if settings.drafter == "copy":
+        return PromptLookupDrafter()
+    if settings.drafter == "low-precision":
+        return LowPrecisionDrafter(decoder, settings.draft_bits, settings.draft_head_bits, settings.exit_layer)
+    if settings.drafter == "exit-head":
+        directory = checkpoint_dir(model)
+        if directory is None:
+            raise UserError("an exit head stands beside a checkpoint", got=model, allowed="a checkpoint directory")
+        return ExitHeadDrafter.beside(directory, decoder)
+    copy, other = settings.parts
+    return HybridDrafter(make_drafter(copy, decoder, model), make_drafter(other, decoder, model))

@@ -1,0 +1,96 @@
+"""Drafters profiled by real rounds: what is counted, what it costs, and what cannot be tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from selfspec_kernels import cpu
+
+from selfspec_tune.config import SweepConfig
+from selfspec_tune.decode.drafters.make import DraftSettings
+from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.policy import DraftCosts
+from selfspec_tune.decode.price import KnownCosts
+from selfspec_tune.decode.sampling import SamplingParams
+from selfspec_tune.decode.stats import Stats
+from selfspec_tune.model.decoder import LayeredDecoder
+from selfspec_tune.sweep import candidates
+from selfspec_tune.sweep.candidates import Trials, of_cell, of_rounds
+from selfspec_tune.sweep.objective import Cell, Costs
+
+COPY, FOUR = DraftSettings("copy"), DraftSettings("low-precision")
+FREE, DEAR = DraftCosts(0.0, (1.1, 1.2, 1.3), 0.05), DraftCosts(0.5, (1.0, 1.1, 1.2), 0.1)
+
+
+def test_rounds_of_both_parts_and_plain_steps_are_charged_what_each_costs() -> None:
+    stats = Stats(from_prefill=1)
+    for drafter, k, accepted in (("copy", 3, 3), ("copy", 2, 0), ("low-precision", 1, 1)):
+        stats.count_round(drafter, k, accepted)
+    stats.emitted = 1 + (4 + 1 + 2) + 3  # the prompt's, the rounds', three plain steps'
+    found = of_rounds(DraftSettings("hybrid"), stats, {"copy": FREE, "low-precision": DEAR})
+    cost = (1.3 + 0.05) + (1.2 + 0.05) + (0.5 + 1.0 + 0.1) + 3
+    assert found.speedup_predicted == pytest.approx(10 / cost)
+    assert found.cost_per_step == pytest.approx(cost / 6) and found.tokens_per_step == pytest.approx(10 / 6)
+    assert (found.num_draft_tokens, found.alpha) == (2, pytest.approx(4 / 5))
+    assert found.cost_ratio == pytest.approx(0.5 / 6) and found.verify_ratio == pytest.approx(3.5 / 3)
+    assert found.known.alphas == {"copy": pytest.approx(3 / 4), "low-precision": 1.0}
+
+
+def test_a_drafter_that_never_drafted_is_plain_decoding() -> None:
+    found = of_rounds(COPY, Stats(emitted=11, from_prefill=1), {"copy": FREE})
+    assert (found.alpha, found.speedup_predicted, found.known.alphas) == (None, 1.0, {})
+
+
+def test_layer_skip_is_scored_as_its_cell() -> None:
+    costs = Costs(5, 100.0, {1: 10.0, 2: 10.0}, {1: 50.0, 2: 50.0}, 0.0, 10.0, {1: 50.0, 2: 50.0}, overhead=2.0)
+    found = of_cell(Cell(2, 1, 0.6, 0.3, 1.1, 1.6, 1.23, 1.1), costs, 1)
+    assert found.speedup_predicted == pytest.approx(1.1) and found.settings == DraftSettings("layer-skip", 2)
+    assert found.speedup_model == pytest.approx(1.6 / 1.3)
+    assert found.known.costs["layer-skip"].round(1) == pytest.approx(0.3 + costs.verify_ratio(2, 1) + 0.02)
+
+
+def test_costs_survive_the_artifact() -> None:
+    known = KnownCosts({"copy": FREE, "low-precision": DEAR}, {"copy": 0.5})
+    written = known.to_artifact()
+    assert written["low-precision"]["alpha"] is None
+
+    class Stored:
+        costs = written
+
+    assert KnownCosts.of(Stored()) == known  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def trials(decoder: LayeredDecoder) -> Trials:
+    config = SweepConfig(max_draft_tokens=3, context_length=40, repeats=1)
+    return Trials(Engine(decoder, numerics="fast"), "no directory", config, 0.0)
+
+
+def test_all_drafters_are_profiled_and_the_hybrid_takes_the_best_that_runs_layers(
+    trials: Trials, make_requests: Callable[[int, int], list[Request]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[str] = []
+
+    def costs(_engine: object, drafter: object, **_: object) -> DraftCosts:
+        timed.append(getattr(drafter, "name", ""))
+        # 8 bits come after 4: so dear that 4 bits are the best.
+        return DraftCosts(0.1 if len(timed) < 3 else 9.0, (1.0,) * 8)
+
+    monkeypatch.setattr(candidates, "draft_costs", costs)
+    found = trials.candidates(make_requests(2, 16), SamplingParams())
+    eight = DraftSettings("low-precision", draft_bits=8)
+    assert [c.settings for c in found] == [COPY, FOUR, eight, DraftSettings("hybrid")]
+    assert timed == ["copy", "low-precision", "low-precision"], "a part is timed once"
+    assert found[1].alpha is not None and found[1].alpha > 0.5
+    assert trials.drafter(DraftSettings("hybrid")).parts() == [trials.drafter(COPY), trials.drafter(FOUR)]
+
+
+def test_what_cannot_be_tried_here_is_said(
+    trials: Trials, make_requests: Callable[[int, int], list[Request]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "enabled", False)
+    found = trials.candidates(make_requests(1, 8), SamplingParams())
+    assert [c.settings for c in found] == [COPY]
+    assert set(trials.skipped) == {"low-precision in 4 bits", "low-precision in 8 bits"}
+    assert all("no fast product" in reason for reason in trials.skipped.values())
