@@ -255,7 +255,7 @@ class RegressConfig(PromptConfig):
     max_new_tokens: int = 96
     """Tokens decoded per prompt."""
     exit_layers: tuple[int, ...] = ()
-    """Exit layers tested. Default: the one in selfspec.json, else four spread over the depth."""
+    """Exit layers of layer skip tested. Default: the drafter in selfspec.json, else four exits over the depth."""
     num_draft_tokens: tuple[int, ...] = ()
     """Draft lengths tested. Default: the one in selfspec.json, else 1, 3 and 7."""
     numerics: Numerics = "exact"

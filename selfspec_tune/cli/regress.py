@@ -69,9 +69,9 @@ def _perplexity_rows(found: dict[str, Any]) -> list[list[str]]:
 
 def _lossless_rows(found: dict[str, Any]) -> list[list[str]]:
     exact = found["numerics"] == "exact"
-    exits, lengths = (", ".join(map(str, found[name])) for name in ("exit_layers", "num_draft_tokens"))
+    drafters, lengths = (", ".join(map(str, found[name])) for name in ("drafters", "num_draft_tokens"))
     rows = [
-        [f"{found['prompts']} prompts, exit layers {exits}, draft tokens {lengths}", f"{found['cases']} cases", ""],
+        [f"{found['prompts']} prompts, {drafters}, draft tokens {lengths}", f"{found['cases']} cases", ""],
         ["draft tokens accepted", f"{found['accepted']:,} of {found['drafted']:,}", ""],
         ["tokens that differ from plain decoding", f"{found['differing_tokens']:,} of {found['tokens']:,}", ""],
         [f"logits, {found['dtype']}", "equal bit for bit" if found["bitwise_logits"] else "differ", ""],
@@ -92,7 +92,7 @@ def _first_difference(found: dict[str, Any] | None) -> str | None:
         for side in ("plain", "speculative")
     ]
     return (
-        f"first difference: prompt {first['prompt']}, token {first['position']}, exit layer {first['exit_layer']}, "
+        f"first difference: prompt {first['prompt']}, token {first['position']}, {first['drafter']}, "
         f"{first['num_draft_tokens']} draft tokens: {', '.join(sides)}, logits differ by up to "
         f"{_number(first['largest_logit_difference'])}{', a tie' if first['tie'] else ''}"
     )

@@ -1,12 +1,12 @@
 """Is decoding with speculation the same as decoding without? Token by token and, in exact numerics, bit by bit.
 
-Every prompt is decoded once plainly, then with every exit layer and draft length, by one engine. What is compared is
+Every prompt is decoded once plainly, then with every drafter and draft length, by one engine. What is compared is
 the emitted tokens and the logits each was chosen from. Only one prompt's logits are held at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from selfspec_tune.decode.drafters import Drafter
-from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
 from selfspec_tune.decode.engine import Completion, Engine, Request
 from selfspec_tune.decode.policy import DraftPolicy
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
-from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.progress import Progress, silent
 
 TIE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.0625}
@@ -31,8 +29,6 @@ fp32: what the project demands of itself. bf16: between two orders of summation 
 
 DEFAULT_NUM_DRAFT_TOKENS = (1, 3, 7)
 
-MakeDrafter = Callable[[LayeredDecoder, int], Drafter]
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -40,6 +36,7 @@ class Difference:
 
     Attributes:
         prompt: the request's id.
+        drafter: its label.
         position: index of the emitted token, 0 for the first after the prompt.
         plain_token, speculative_token: the tokens there; None where one of the texts had ended.
         plain_gap, speculative_gap: distance of the two largest logits there.
@@ -48,7 +45,7 @@ class Difference:
     """
 
     prompt: str
-    exit_layer: int
+    drafter: str
     num_draft_tokens: int
     position: int
     plain_token: int | None
@@ -66,7 +63,8 @@ class Lossless:
     numerics: str
     dtype: str
     prompts: int
-    exit_layers: list[int]
+    drafters: list[str]
+    """Labels."""
     num_draft_tokens: list[int]
     cases: int = 0
     tokens: int = 0
@@ -115,59 +113,48 @@ def default_exit_layers(num_layers: int) -> list[int]:
     return sorted({min(max(exit_layer, 1), num_layers - 1) for exit_layer in exits})
 
 
-def check_cells(exit_layers: Sequence[int], num_draft_tokens: Sequence[int], num_layers: int) -> None:
-    """Raise a UserError unless every exit layer and draft length is possible."""
-    for exit_layer in exit_layers:
-        if not 1 <= exit_layer < num_layers:
-            allowed = f"1..{num_layers - 1} (the model has {num_layers} layers)"
-            raise UserError("exit_layer is out of range", got=exit_layer, allowed=allowed, command="--exit-layers 1,2")
-    for k in num_draft_tokens:
-        if k < 1:
-            raise UserError("num_draft_tokens is out of range", got=k, allowed="1 or more")
-
-
 def check_lossless(
     engine: Engine,
     requests: Sequence[Request],
-    exit_layers: Sequence[int],
+    drafters: Mapping[str, Drafter],
     num_draft_tokens: Sequence[int],
     *,
-    make_drafter: MakeDrafter = LayerSkipDrafter,
     progress: Progress = silent,
 ) -> Lossless:
     """Decode every request greedily without and with speculation, and compare.
 
     Args:
-        engine: made with `keep_logits=True` and `max_draft_tokens` of at least the largest k.
+        engine: made with `keep_logits=True`.
         requests: prompts; each is a batch of its own. Memory: max_new_tokens · V fp32 numbers, twice.
-        exit_layers, num_draft_tokens: every pair (E, k) is tested.
-        make_drafter: what drafts; called with the decoder and E.
+        drafters: label → what drafts.
+        num_draft_tokens: draft lengths, each tested with every drafter.
         progress: told after every case.
 
     Raises:
-        UserError: an impossible exit or draft length, or a request the engine refuses.
+        UserError: an impossible draft length, or a request the engine refuses.
     """
     if not engine.keep_logits:
         raise ValueError("the engine must keep the logits")
-    check_cells(exit_layers, num_draft_tokens, engine.decoder.num_layers)
+    for k in num_draft_tokens:
+        if k < 1:
+            raise UserError("num_draft_tokens is out of range", got=k, allowed="1 or more")
     dtype = str(engine.decoder.dtype).removeprefix("torch.")
-    result = Lossless(engine.numerics, dtype, len(requests), list(exit_layers), list(num_draft_tokens))
-    cells = [(exit_layer, k) for exit_layer in exit_layers for k in num_draft_tokens]
+    result = Lossless(engine.numerics, dtype, len(requests), list(drafters), list(num_draft_tokens))
+    cells = [(label, k) for label in drafters for k in num_draft_tokens]
     greedy = SamplingParams()
     for request in requests:
         [plain], _ = engine.generate([request], greedy)
-        for exit_layer, k in cells:
-            drafter = make_drafter(engine.decoder, exit_layer)
-            [speculative], stats = engine.generate([request], greedy, drafter, DraftPolicy(k))
+        for label, k in cells:
+            [speculative], stats = engine.generate([request], greedy, drafters[label], DraftPolicy(k))
             result.drafted += stats.drafted
             result.accepted += stats.accepted
-            result.count(plain, speculative, find_difference(engine, plain, speculative, exit_layer, k))
+            result.count(plain, speculative, find_difference(engine, plain, speculative, label, k))
             progress("losslessness", result.cases, len(requests) * len(cells))
     return result
 
 
 def find_difference(
-    engine: Engine, plain: Completion, speculative: Completion, exit_layer: int, k: int
+    engine: Engine, plain: Completion, speculative: Completion, drafter: str, k: int
 ) -> Difference | None:
     """Return the first place where two completions part; None where they agree.
 
@@ -182,7 +169,7 @@ def find_difference(
     ours, theirs = logits
     largest = float((ours - theirs).abs().max()) if ours is not None and theirs is not None else None
     tie = None not in tokens and tokens[0] != tokens[1] and is_tie(gaps[0], engine.decoder.dtype)
-    return Difference(plain.id, exit_layer, k, position, tokens[0], tokens[1], gaps[0], gaps[1], largest, tie)
+    return Difference(plain.id, drafter, k, position, tokens[0], tokens[1], gaps[0], gaps[1], largest, tie)
 
 
 def top2_gap(logits: Tensor) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 from selfspec_tune import artifact
 from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import RegressConfig
+from selfspec_tune.decode.drafters.make import DraftSettings, make_drafter
 from selfspec_tune.decode.engine import Engine, Request
 from selfspec_tune.decode.prompts import read_requests
 from selfspec_tune.errors import UserError
@@ -238,25 +239,29 @@ def _try_trained(model: str, config: RegressConfig, inputs: Inputs, progress: Pr
         again = widens(loaded) and load_model(model, dtype=config.dtype, device=config.device)
         scored = for_scoring(again) if again else loaded
         nll = quality.window_nll(scored, inputs.windows, progress, "perplexity of the model")
-    tested = _try_lossless(loaded, config, inputs, progress) if inputs.requests else None
+    tested = _try_lossless(model, loaded, config, inputs, progress) if inputs.requests else None
     return Findings(nll, tested, family, str(loaded.dtype).removeprefix("torch."), loaded.config)
 
 
-def _try_lossless(loaded: Any, config: RegressConfig, inputs: Inputs, progress: Progress) -> Lossless:
+def _try_lossless(model: str, loaded: Any, config: RegressConfig, inputs: Inputs, progress: Progress) -> Lossless:
     decoder = LayeredDecoder(loaded)
     swept = inputs.artifact
-    exits, lengths = list(dict.fromkeys(config.exit_layers)), list(dict.fromkeys(config.num_draft_tokens))
-    if not exits:
-        known = swept.exit_layer if swept else None
-        exits = [known] if known is not None else lossless.default_exit_layers(decoder.num_layers)
-    if not lengths:
-        known = swept.num_draft_tokens if swept else None
-        lengths = [known] if known is not None else list(lossless.DEFAULT_NUM_DRAFT_TOKENS)
-    lossless.check_cells(exits, lengths, decoder.num_layers)
+    known = [swept.num_draft_tokens] if swept and swept.num_draft_tokens is not None else None
+    lengths = list(dict.fromkeys(config.num_draft_tokens)) or known or list(lossless.DEFAULT_NUM_DRAFT_TOKENS)
+    settings = _tested(config, swept, decoder.num_layers)
+    drafters = {each.label: make_drafter(each, decoder, model) for each in settings}
     engine = Engine(
         decoder,
         end_tokens=end_tokens(loaded),
         numerics=config.numerics,
         keep_logits=True,
     )
-    return lossless.check_lossless(engine, inputs.requests, exits, lengths, progress=progress)
+    return lossless.check_lossless(engine, inputs.requests, drafters, lengths, progress=progress)
+
+
+def _tested(config: RegressConfig, swept: Artifact | None, num_layers: int) -> list[DraftSettings]:
+    """Return layer skip at the exits asked for, else what `selfspec.json` has chosen, else exits over the depth."""
+    if not config.exit_layers and swept is not None and swept.enabled:
+        return [DraftSettings.of(swept)]
+    exits = list(dict.fromkeys(config.exit_layers)) or lossless.default_exit_layers(num_layers)
+    return [DraftSettings("layer-skip", exit_layer) for exit_layer in exits]

@@ -39,8 +39,11 @@ def make_engine(checkpoint: Path) -> Callable[..., Engine]:
     return make
 
 
-def check(engine: Engine, requests: list[Request], **options: Any) -> lossless.Lossless:
-    return lossless.check_lossless(engine, requests, EXITS, LENGTHS, **options)
+def check(
+    engine: Engine, requests: list[Request], make: type[LayerSkipDrafter] = LayerSkipDrafter, **options: Any
+) -> lossless.Lossless:
+    drafters = {f"E={exit_layer}": make(engine.decoder, exit_layer) for exit_layer in EXITS}
+    return lossless.check_lossless(engine, requests, drafters, LENGTHS, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -113,7 +116,7 @@ def test_accepting_a_wrong_token_is_caught(
 def test_a_drafter_that_corrupts_the_cache_is_caught(
     make_engine: Callable, requests: list[Request], numerics: str, drafter: type[LayerSkipDrafter]
 ) -> None:
-    found = check(make_engine(numerics=numerics), requests[1:], make_drafter=drafter)
+    found = check(make_engine(numerics=numerics), requests[1:], drafter)
     assert not found.passed and found.differing_tokens > 0
     assert found.first_difference is not None
 
@@ -139,7 +142,7 @@ def test_a_single_wrong_bit_is_caught(make_engine: Callable, requests: list[Requ
 def test_what_is_slow_but_right_passes(
     make_engine: Callable, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad = check(make_engine(), requests[1:], make_drafter=SkipsTheFinalNorm)
+    bad = check(make_engine(), requests[1:], SkipsTheFinalNorm)
     assert bad.passed and bad.accepted == 0
     good = check(make_engine(), requests[1:])
     monkeypatch.setattr(engine_module, "accept_matching", accepts_one_too_few)
@@ -158,8 +161,8 @@ def find(plain: Completion, other: Completion, numerics: str) -> lossless.Lossle
         decoder = type("FakeDecoder", (), {"dtype": torch.float32})
 
     FakeEngine.numerics = numerics  # type: ignore[attr-defined]
-    result = lossless.Lossless(numerics, "float32", 1, [1], [1])
-    difference = lossless.find_difference(FakeEngine, plain, other, 1, 1)  # type: ignore[arg-type]
+    result = lossless.Lossless(numerics, "float32", 1, ["E=1"], [1])
+    difference = lossless.find_difference(FakeEngine, plain, other, "E=1", 1)  # type: ignore[arg-type]
     result.count(plain, other, difference)
     return result
 
@@ -206,15 +209,13 @@ def test_exits_are_spread_over_the_depth() -> None:
     assert lossless.default_exit_layers(2) == [1]
 
 
-@pytest.mark.parametrize(("exits", "lengths"), [((0,), (1,)), ((6,), (1,)), ((2,), (0,))])
-def test_impossible_cells_are_refused(
-    make_engine: Callable, requests: list[Request], exits: tuple[int, ...], lengths: tuple[int, ...]
-) -> None:
+def test_an_impossible_draft_length_is_refused(make_engine: Callable, requests: list[Request]) -> None:
+    engine = make_engine(numerics="fast")
     with pytest.raises(UserError, match="out of range"):
-        lossless.check_lossless(make_engine(numerics="fast"), requests, exits, lengths)
+        lossless.check_lossless(engine, requests, {"E=2": LayerSkipDrafter(engine.decoder, 2)}, (0,))
 
 
 def test_an_engine_without_logits_is_refused(checkpoint: Path) -> None:
     engine = Engine(LayeredDecoder(load_decoder(str(checkpoint)).model), numerics="fast")
     with pytest.raises(ValueError, match="keep the logits"):
-        lossless.check_lossless(engine, [], (1,), (1,))
+        lossless.check_lossless(engine, [], {}, (1,))

@@ -18,6 +18,8 @@ from selfspec_tune.model.families import describe
 from selfspec_tune.model.load import load_config, load_model
 from selfspec_tune.regress import report
 
+SPREAD = [f"layer-skip at exit {exit_layer}" for exit_layer in (1, 2, 3, 5)]
+
 
 @pytest.fixture
 def make_config(learnt: Path, heldout: Path, prompts: Path) -> Callable[..., RegressConfig]:
@@ -57,7 +59,7 @@ def test_identical_weights_pass_with_a_ratio_of_exactly_one(copy: Path, make_con
     assert perplexity["ratio"] == 1.0 and perplexity["interval"] == [1.0, 1.0] and perplexity["limit"] == 1.02
     assert perplexity["base"] == perplexity["trained"] < 20  # the language has been learnt: damage can show
     assert (lossless["numerics"], lossless["cases"], lossless["tokens"]) == ("exact", 1, 6)
-    assert (lossless["exit_layers"], lossless["num_draft_tokens"]) == ([2], [2])
+    assert (lossless["drafters"], lossless["num_draft_tokens"]) == (["layer-skip at exit 2"], [2])
     assert lossless["bitwise_logits"] is True and lossless["first_difference"] is None
 
     stored = artifact.read(copy)
@@ -84,14 +86,24 @@ def test_a_sweep_is_kept_and_gives_the_defaults(copy: Path, make_config: Callabl
     known = made_artifact(copy)
     artifact.write(copy, known)
     verdict, _ = report.run(str(copy), make_config(base=None, text=(), exit_layers=(), num_draft_tokens=()))
-    assert (verdict["lossless"]["exit_layers"], verdict["lossless"]["num_draft_tokens"]) == ([3], [4])
+    tested = verdict["lossless"]
+    assert (tested["drafters"], tested["num_draft_tokens"]) == (["layer-skip at exit 3"], [4])
     assert artifact.read(copy) == artifact.with_regress(known, json.loads(json.dumps(verdict)))
 
 
 def test_without_a_sweep_cells_are_spread(copy: Path, make_config: Callable) -> None:
     config = make_config(base=None, text=(), exit_layers=(), num_draft_tokens=(), max_new_tokens=2)
     found = report.run(str(copy), config)[0]["lossless"]
-    assert (found["exit_layers"], found["num_draft_tokens"], found["cases"]) == ([1, 2, 3, 5], [1, 3, 7], 12)
+    assert (found["drafters"], found["num_draft_tokens"], found["cases"]) == (SPREAD, [1, 3, 7], 12)
+
+
+def test_the_drafter_that_decode_would_use_is_the_one_tested(copy: Path, make_config: Callable) -> None:
+    changes = {"drafter": "hybrid", "exit_layer": None, "draft": {"draft_bits": 8}}
+    artifact.write(copy, made_artifact(copy, **changes))
+    config = make_config(base=None, text=(), exit_layers=(), num_draft_tokens=())
+    found = report.run(str(copy), config)[0]["lossless"]
+    assert found["drafters"] == ["hybrid of copy and low-precision in 8 bits"] and found["bitwise_logits"]
+    assert found["drafted"] > 0
 
 
 def test_an_artifact_of_other_weights_is_replaced_and_not_used(copy: Path, make_config: Callable) -> None:
@@ -99,7 +111,7 @@ def test_an_artifact_of_other_weights_is_replaced_and_not_used(copy: Path, make_
     config = make_config(base=None, text=(), exit_layers=(), num_draft_tokens=(1,), max_new_tokens=1)
     verdict, notices = report.run(str(copy), config)
     assert any("written for other weights" in text for text in notices)
-    assert verdict["lossless"]["exit_layers"] == [1, 2, 3, 5]
+    assert verdict["lossless"]["drafters"] == SPREAD
     stored = artifact.read(copy)
     assert stored is not None and stored.enabled is False and stored.exit_layer is None
 
