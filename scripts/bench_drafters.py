@@ -1,8 +1,12 @@
 """Compare drafters by domain: acceptance, costs, predicted and measured speed-up over plain decoding.
 
 One process; every prompt is decoded plainly and with each drafter in turn, so that a busy machine slows all alike. The
-speed-up is the median over prompts of plain ÷ drafted seconds per token, prefill left out, with its quartiles. A file
-of prompts is a domain, named by its stem. Greedy tokens are compared.
+speed-up is the median over prompts of plain ÷ drafted seconds per token, prefill left out, with its quartiles; the
+prediction follows from what was drafted and accepted and from costs timed before, so it is free of noise. A file of
+prompts is a domain, named by its stem; the domains alternate, prompt by prompt. Greedy tokens are compared.
+
+A drafter may be named with a policy of its own, as in low-precision-4:fixed-2, and low-precision-4-v8192 drafts only
+the 8,192 tokens that `selfspec draft-vocab` found most frequent.
 
     python scripts/bench_drafters.py MODEL --prompts code.jsonl --prompts chat.jsonl [--drafters copy,low-precision-4]
         [--k-policy cost] [--num-prompts 4] [--max-new-tokens 64] [--temperature 0] [--dtype auto] [--raw] [--json]
@@ -13,6 +17,7 @@ Exit code 1 if any greedy token differs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from dataclasses import dataclass, field
@@ -80,19 +85,37 @@ class Arm:
         }
 
 
-def make_arm(name: str, engine: Engine, options: argparse.Namespace) -> Arm:
-    """Make a drafter (low-precision-8 and -4 say their bits) and its policy from timed costs."""
-    kind, _, bits = name.partition("-precision-")
-    drafter_name: Any = "low-precision" if bits else kind
-    settings = DraftSettings(drafter_name, options.exit_layer, draft_bits=8 if bits == "8" else 4)
+def make_arm(name: str, engine: Engine, options: argparse.Namespace, known: dict[str, DraftCosts]) -> Arm:
+    """Make an arm from its name; costs are timed once per drafter and kept in `known`, whatever its policy."""
+    label, _, policy_name = name.partition(":")
+    settings = read_settings(label, options.exit_layer)
     drafter = make_drafter(settings, engine.decoder, options.model)
-    costs = {part.name: draft_costs(engine, part) for part in drafter.parts()}
-    policies: dict[str, Policy] = {
-        "cost": CostPolicy(costs),
-        "window": WindowPolicy(options.num_draft_tokens),
-        "fixed": DraftPolicy(options.num_draft_tokens),
-    }
-    return Arm(settings, drafter, costs, policies[options.k_policy])
+    costs = {}
+    for part, its in zip(drafter.parts(), settings.parts, strict=True):
+        if its.label not in known:
+            known[its.label] = draft_costs(engine, part)
+        costs[part.name] = known[its.label]
+    return Arm(settings, drafter, costs, make_policy(policy_name or options.k_policy, costs, options.num_draft_tokens))
+
+
+def read_settings(label: str, exit_layer: int | None) -> DraftSettings:
+    """Turn a name such as low-precision-8 or layer-skip-v4096 into settings."""
+    label, _, vocab = label.partition("-v")
+    kind, _, bits = label.partition("-precision-")
+    drafter: Any = "low-precision" if bits else kind
+    return DraftSettings(
+        drafter, exit_layer, draft_bits=8 if bits == "8" else 4, draft_vocab=int(vocab) if vocab else None
+    )
+
+
+def make_policy(name: str, costs: dict[str, DraftCosts], k: int) -> Policy:
+    """Make the policy cost, window, fixed or fixed-K."""
+    kind, _, number = name.partition("-")
+    k = int(number) if number else k
+    policies = {"cost": lambda: CostPolicy(costs), "window": lambda: WindowPolicy(k), "fixed": lambda: DraftPolicy(k)}
+    if kind not in policies:
+        raise UserError("unknown policy", got=name, allowed="cost, window, fixed, fixed-1 to fixed-8")
+    return policies[kind]()
 
 
 def main() -> int:
@@ -100,14 +123,17 @@ def main() -> int:
     options = parse()
     tokenizer = load_tokenizer(options.model)
     params = SamplingParams(options.temperature, seed=1)
-    prompts: list[tuple[str, Request]] = []
+    by_domain: dict[str, list[Request]] = {}
     limits = {"max_new_tokens": options.max_new_tokens, "limit": options.num_prompts}
     for path in options.prompts:
         _, requests = read_requests(path, tokenizer, PromptConfig(raw=options.raw), **limits)
-        prompts += [(path.stem, request) for request in requests]
+        by_domain[path.stem] = requests
+    turns = itertools.zip_longest(*([(domain, request) for request in found] for domain, found in by_domain.items()))
+    prompts = [prompt for turn in turns for prompt in turn if prompt is not None]
     decoder = load_decoder(options.model, dtype=options.dtype)
     engine = Engine(decoder, tokenizer, end_tokens=end_tokens(decoder.model))
-    arms = {name: make_arm(name, engine, options) for name in options.drafters.split(",")}
+    known: dict[str, DraftCosts] = {}
+    arms = {name: make_arm(name, engine, options, known) for name in options.drafters.split(",")}
     for number, (domain, request) in enumerate(prompts):
         print(f"{number + 1}/{len(prompts)} {domain}", file=sys.stderr, flush=True)
         for arm in arms.values():
@@ -146,7 +172,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("model")
     parser.add_argument("--prompts", type=Path, action="append", required=True, help="JSONL; may be repeated")
     parser.add_argument("--drafters", default=DRAFTERS, help=f"default: {DRAFTERS}; also layer-skip, exit-head")
-    parser.add_argument("--k-policy", default="cost", choices=["cost", "window", "fixed"])
+    parser.add_argument("--k-policy", default="cost", help="cost, window, fixed or fixed-K [default: cost]")
     parser.add_argument("--num-draft-tokens", type=int, default=3, help="k of fixed, first k of window")
     parser.add_argument("--exit-layer", type=int, help="of layer-skip")
     parser.add_argument("--num-prompts", type=int, default=4, help="per file")
