@@ -29,6 +29,9 @@ C = TypeVar("C")
 MAX_DRAFT_TOKENS = 8
 """Largest k. Exact numerics certify row counts for calls of k + 1 rows; one limit keeps them the same for every k."""
 
+MAX_DRAFT_VOCAB = 32768
+"""Most tokens `selfspec draft-vocab` keeps."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -92,6 +95,9 @@ class DecodeConfig(PromptConfig):
     """low-precision: bits of the layers' weights."""
     draft_head_bits: Literal["4", "8"] | None = None
     """low-precision: bits of the LM head's weights. Default: as the layers'."""
+    draft_vocab: int | None = None
+    """Draft only the N most frequent tokens of draft_vocab.json (see `selfspec draft-vocab`), from a copy of their rows
+    of the LM head. Default: all."""
     hybrid_with: Literal["low-precision", "layer-skip", "exit-head"] = "low-precision"
     """hybrid: the drafter that is asked where there is nothing to copy."""
     numerics: Numerics | None = None
@@ -102,6 +108,26 @@ class DecodeConfig(PromptConfig):
     """Prompts of --input decoded together."""
     json: bool = False
     """Print one JSON object instead of text."""
+
+
+@dataclass(frozen=True)
+class DraftVocabConfig(PromptConfig):
+    """Options of `selfspec draft-vocab`."""
+
+    text: tuple[Path, ...] = ()
+    """Text to count (.txt or .jsonl). Of a prompt and its completion, the completion counts. May be repeated."""
+    text_field: str = "text"
+    """Field that holds the text in JSONL."""
+    prompts: Path | None = None
+    """JSONL of prompts; the model's own greedy answers are counted."""
+    num_prompts: int = 64
+    """Prompts to answer at most, from the start of the file."""
+    max_new_tokens: int = 256
+    """Tokens decoded at most per prompt."""
+    size: int = MAX_DRAFT_VOCAB
+    """Tokens to keep at most, special ones included."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
 
 
 @dataclass(frozen=True)

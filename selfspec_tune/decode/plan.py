@@ -9,6 +9,7 @@ from typing import Any
 from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import MAX_DRAFT_TOKENS, DecodeConfig
 from selfspec_tune.decode.drafters import Drafter
+from selfspec_tune.decode.drafters.draft_head import check_draft_vocab, read_vocab
 from selfspec_tune.decode.drafters.exit_head import ExitHeadDrafter
 from selfspec_tune.decode.drafters.hybrid import HybridDrafter
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
@@ -87,13 +88,15 @@ def choose(artifact: Artifact | None, options: DecodeConfig, model: str) -> Choi
         return Choice(None, None, 0, numerics, None, reason, notices)
 
     if options.no_speculation:
-        if any(x is not None for x in (options.drafter, options.exit_layer, options.num_draft_tokens)):
+        asked_for = (options.drafter, options.exit_layer, options.num_draft_tokens, options.draft_vocab)
+        if any(x is not None for x in asked_for):
             raise UserError("--no-speculation and a draft were both asked for", allowed="one of them")
         return plain("speculation switched off by --no-speculation")
     if options.num_draft_tokens is not None and not 1 <= options.num_draft_tokens <= MAX_DRAFT_TOKENS:
         raise UserError(
             "num_draft_tokens is out of range", got=options.num_draft_tokens, allowed=f"1..{MAX_DRAFT_TOKENS}"
         )
+    check_draft_vocab(options.draft_vocab, options.drafter)
     if options.drafter not in (None, "layer-skip"):
         return _choose_drafter(artifact, options, numerics, notices)
     exit_layer, k, round_cost = options.exit_layer, options.num_draft_tokens, None
@@ -101,6 +104,8 @@ def choose(artifact: Artifact | None, options: DecodeConfig, model: str) -> Choi
         advice = f"selfspec sweep-exit {model} --prompts PROMPTS.jsonl"
         if k is not None:
             raise UserError("--num-draft-tokens needs a draft", command=f"--exit-layer E, --drafter D, or {advice}")
+        if options.draft_vocab is not None:
+            raise UserError("--draft-vocab needs a draft", command=f"--exit-layer E, --drafter D, or {advice}")
         if options.drafter is not None:
             raise UserError("--drafter layer-skip needs an exit layer", command=f"--exit-layer E, or {advice}")
         if artifact is None:
@@ -116,7 +121,7 @@ def choose(artifact: Artifact | None, options: DecodeConfig, model: str) -> Choi
         exit_layer = artifact.exit_layer if exit_layer is None else exit_layer
         k = artifact.num_draft_tokens if k is None else k
         measured = (artifact.exit_layer, artifact.num_draft_tokens, artifact.numerics, artifact.batch_size)
-        as_measured = (exit_layer, k, numerics, options.batch_size) == measured
+        as_measured = (exit_layer, k, numerics, options.batch_size) == measured and options.draft_vocab is None
         if as_measured and artifact.cost_ratio is not None and artifact.verify_ratio is not None:
             round_cost = artifact.cost_ratio * int(k or 0) + artifact.verify_ratio
     elif artifact:
@@ -153,18 +158,19 @@ def make_drafter(
     Raises:
         UserError: it does not fit the model, the device or the options.
     """
+    vocab = None if name == "hybrid" else read_vocab(model, options.draft_vocab)
     if name == "layer-skip":
-        return LayerSkipDrafter(decoder, int(exit_layer or 0))
+        return LayerSkipDrafter(decoder, int(exit_layer or 0), vocab)
     if name == "copy":
         return PromptLookupDrafter()
     if name == "low-precision":
         head_bits = int(options.draft_head_bits) if options.draft_head_bits else None
-        return LowPrecisionDrafter(decoder, int(options.draft_bits), head_bits, exit_layer)
+        return LowPrecisionDrafter(decoder, int(options.draft_bits), head_bits, exit_layer, vocab)
     if name == "exit-head":
         directory = checkpoint_dir(model)
         if directory is None:
             raise UserError("an exit head stands beside a checkpoint", got=model, allowed="a checkpoint directory")
-        return ExitHeadDrafter.beside(directory, decoder)
+        return ExitHeadDrafter.beside(directory, decoder, vocab)
     return HybridDrafter(PromptLookupDrafter(), make_drafter(options.hybrid_with, decoder, model, exit_layer, options))
 
 
