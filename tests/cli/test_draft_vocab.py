@@ -12,9 +12,19 @@ import torch
 from tiny import END, VOCAB
 
 from selfspec_tune.artifact import fingerprint
+from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.sampling import SamplingParams
+from selfspec_tune.model.decoder import load_decoder
 from selfspec_tune.model.draft_vocab import read_draft_vocab
 
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 3
+
+
+def answer(model: Path, prompt: str, count: int) -> list[int]:
+    """What the model writes after a text, byte by byte."""
+    engine = Engine(load_decoder(str(model)))
+    [completion], _ = engine.generate([Request("a", list(prompt.encode()), count)], SamplingParams())
+    return completion.token_ids
 
 
 @pytest.fixture
@@ -63,18 +73,20 @@ def test_the_models_own_answers_are_counted(selfspec, model, tmp_path):
     )
     assert result["source"] == [f"answers to {prompts}"]
 
-    selfspec("decode", model, "--input", prompts, "--output", tmp_path / "answers.jsonl", *common)
-    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()][:3]
-    assert result["num_tokens"] == sum(answer["num_tokens"] for answer in answers)
-    from selfspec_tune.decode.engine import Engine, Request
-    from selfspec_tune.decode.sampling import SamplingParams
-    from selfspec_tune.model.decoder import load_decoder
-
-    engine, counts = Engine(load_decoder(str(model)), end_tokens=(END,)), Counter()
-    for n in range(3):
-        [completion], _ = engine.generate([Request("a", list(f"number {n}".encode()), 12)], SamplingParams())
-        counts.update(completion.token_ids)
+    answers = [answer(model, f"number {n}", 12) for n in range(3)]
+    assert result["num_tokens"] == sum(map(len, answers))
+    counts = Counter(token for tokens in answers for token in tokens)
     assert read_draft_vocab(model).ranked == sorted({END} | counts.keys(), key=lambda t: (t != END, -counts[t], t))
+
+
+def test_answers_end_at_the_checkpoints_end_tokens_which_are_special(selfspec, model, tmp_path):
+    tokens = answer(model, "number", 40)
+    last = next(index for index, token in enumerate(tokens) if index > 10 and token not in tokens[:index])
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, tokens[last]]}))
+    prompts = write(tmp_path / "prompts.jsonl", {"prompt": "number"})
+    selfspec("draft-vocab", model, "--prompts", prompts, "--raw", "--max-new-tokens", 40)
+    vocab = read_draft_vocab(model)
+    assert vocab.num_tokens == last + 1 and vocab.special == sorted([END, tokens[last]]) == sorted(vocab.ranked[:2])
 
 
 def test_decoding_with_it_gives_the_same_text(selfspec, model, tmp_path):
@@ -108,7 +120,7 @@ def test_every_token_may_be_ranked(selfspec, save_tiny, tmp_path):
     assert (result["num_ranked"], result["num_special"]) == (128, 0) and set(result["head_bytes"]) == {"128"}
 
 
-def test_an_interrupted_or_failed_run_writes_nothing(selfspec, model, tmp_path):
+def test_a_failed_run_writes_nothing(selfspec, model, tmp_path):
     write(tmp_path / "few.jsonl", {"text": "abc"})
     assert "too few tokens" in selfspec("draft-vocab", model, "--text", tmp_path / "few.jsonl", code=2).stderr
     assert not [path for path in model.iterdir() if "draft_vocab" in path.name]
