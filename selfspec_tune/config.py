@@ -30,6 +30,9 @@ C = TypeVar("C")
 MAX_DRAFT_TOKENS = 8
 """Largest k. Exact numerics certify row counts for calls of k + 1 rows; one limit keeps them the same for every k."""
 
+MAX_DRAFT_VOCAB = 32768
+"""Most tokens `selfspec draft-vocab` keeps."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -93,6 +96,9 @@ class DecodeConfig(PromptConfig):
     """low-precision: bits of the layers' weights. Default: selfspec.json's, else 4."""
     draft_head_bits: Literal["4", "8"] | None = None
     """low-precision: bits of the LM head's weights. Default: as the layers'."""
+    draft_vocab: int | None = None
+    """Draft only the N most frequent tokens of draft_vocab.json (see `selfspec draft-vocab`), from a copy of their rows
+    of the LM head. Default: selfspec.json's, else all."""
     hybrid_with: HybridWith | None = None
     """hybrid: the drafter asked where there is nothing to copy. Default: selfspec.json's, else low-precision."""
     numerics: Numerics | None = None
@@ -103,6 +109,26 @@ class DecodeConfig(PromptConfig):
     """Prompts of --input decoded together."""
     json: bool = False
     """Print one JSON object instead of text."""
+
+
+@dataclass(frozen=True)
+class DraftVocabConfig(PromptConfig):
+    """Options of `selfspec draft-vocab`."""
+
+    text: tuple[Path, ...] = ()
+    """Text to count (.txt or .jsonl). Of a prompt and its completion, the completion counts. May be repeated."""
+    text_field: str = "text"
+    """Field that holds the text in JSONL."""
+    prompts: Path | None = None
+    """JSONL of prompts; the model's own greedy answers are counted."""
+    num_prompts: int = 64
+    """Prompts to answer at most, from the start of the file."""
+    max_new_tokens: int = 256
+    """Tokens decoded at most per prompt."""
+    size: int = MAX_DRAFT_VOCAB
+    """Tokens to keep at most, special ones included."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +252,8 @@ class SweepConfig(PromptConfig):
     """Interleaved repeats per measured cost."""
     drafters: tuple[Drafter, ...] = ("layer-skip", "copy", "low-precision", "exit-head", "hybrid")
     """Drafters compared, as a list with commas; exit-head only where the checkpoint has one."""
+    draft_vocab: tuple[int, ...] = (4096, 16384)
+    """Sizes of the draft vocabulary tried where draft_vocab.json is beside the checkpoint, for each drafter's best."""
     confirm: int = 3
     """How many of the best drafters to confirm by really decoding against plain decoding; 0 for none."""
     json: bool = False

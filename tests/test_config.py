@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from selfspec_tune import config
-from selfspec_tune.config import DecodeConfig, RegressConfig, SweepConfig, TrainConfig
+from selfspec_tune.config import DecodeConfig, DraftVocabConfig, RegressConfig, SweepConfig, TrainConfig
 from selfspec_tune.errors import UserError
 
-CONFIGS = [DecodeConfig, RegressConfig, SweepConfig, TrainConfig, config.CheckConfig]
+CONFIGS = [DecodeConfig, DraftVocabConfig, RegressConfig, SweepConfig, TrainConfig, config.CheckConfig]
 
 
 @pytest.mark.parametrize("cls", CONFIGS)

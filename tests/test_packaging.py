@@ -16,7 +16,7 @@ import selfspec_tune
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SCRIPT = Path(sysconfig.get_path("scripts")) / "selfspec"
-COMMANDS = ("train", "sweep-exit", "regress", "decode", "check")
+COMMANDS = ("train", "sweep-exit", "regress", "draft-vocab", "decode", "check")
 HEAVY = ("torch", "transformers", "accelerate", "datasets", "peft", "rich")
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from selfspec_tune import __version__
-from selfspec_tune.cli import check, decode, regress, sweep_exit, train
+from selfspec_tune.cli import check, decode, draft_vocab, regress, sweep_exit, train
 from selfspec_tune.errors import UserError
 
 app = typer.Typer(
@@ -39,6 +39,7 @@ def root(
 app.command("train")(train.train)
 app.command("sweep-exit")(sweep_exit.sweep_exit)
 app.command("regress")(regress.regress)
+app.command("draft-vocab")(draft_vocab.draft_vocab)
 app.command("decode")(decode.decode)
 app.command("check")(check.check)
 

@@ -99,6 +99,8 @@ def check_options(config: configs.SweepConfig) -> None:
             got=f"--max-new-tokens {config.max_new_tokens}",
             allowed=f"{config.max_draft_tokens + 2} or more with --max-draft-tokens {config.max_draft_tokens}",
         )
+    if any(size < 1 for size in config.draft_vocab):
+        raise UserError("--draft-vocab is too small", got=config.draft_vocab, allowed="1 or more")
     low, high = config.window
     if not 0 <= low <= high <= 1:
         raise UserError("--window is no part of the depth", got=f"{low:g},{high:g}", allowed="LOW,HIGH within 0,1")

@@ -9,6 +9,7 @@ from typing import Any
 from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import MAX_DRAFT_TOKENS, DecodeConfig
 from selfspec_tune.decode.drafters import Drafter
+from selfspec_tune.decode.drafters.draft_head import check_draft_vocab
 from selfspec_tune.decode.drafters.low_precision import LowPrecisionDrafter
 from selfspec_tune.decode.drafters.make import DraftSettings, make_drafter
 from selfspec_tune.decode.engine import Completion, Engine, Request
@@ -91,9 +92,8 @@ def choose(artifact: Artifact | None, options: DecodeConfig, model: str) -> Choi
     )
     numerics = options.numerics or (artifact.numerics if artifact else "exact")
     k = options.num_draft_tokens
-    asked = any(value is not None for value in (options.drafter, options.exit_layer, k))
     if options.no_speculation:
-        if asked:
+        if any(value is not None for value in (options.drafter, options.exit_layer, k, options.draft_vocab)):
             raise UserError("--no-speculation and a draft were both asked for", allowed="one of them")
         reason = "speculation switched off by --no-speculation"
         return Choice(None, 0, "fixed", numerics, reason=reason, notices=notices)
@@ -101,6 +101,7 @@ def choose(artifact: Artifact | None, options: DecodeConfig, model: str) -> Choi
         raise UserError("num_draft_tokens is out of range", got=k, allowed=f"1..{MAX_DRAFT_TOKENS}")
     known = DraftSettings.of(artifact) if artifact else None
     enabled = artifact is not None and artifact.enabled
+    check_draft_vocab(options.draft_vocab, options.drafter)
     if options.drafter is None and options.exit_layer is None and not enabled:
         return _plain(artifact, options, model, numerics, notices)
     settings = _settings(known, options, enabled=enabled, model=model)
@@ -132,8 +133,9 @@ def choose(artifact: Artifact | None, options: DecodeConfig, model: str) -> Choi
 def _plain(artifact: Artifact | None, options: DecodeConfig, model: str, numerics: str, notices: list[str]) -> Choice:
     """Decode plainly because nobody said how to draft."""
     advice = f"selfspec sweep-exit {model} --prompts PROMPTS.jsonl"
-    if options.num_draft_tokens is not None:
-        raise UserError("--num-draft-tokens needs a draft", command=f"--exit-layer E, --drafter D, or {advice}")
+    for flag, value in (("num-draft-tokens", options.num_draft_tokens), ("draft-vocab", options.draft_vocab)):
+        if value is not None:
+            raise UserError(f"--{flag} needs a draft", got=value, command=f"--exit-layer E, --drafter D, or {advice}")
     if artifact is None:
         notices.append(f"decoding plainly: no selfspec.json beside the checkpoint. To get one: {advice}")
     else:
@@ -154,6 +156,7 @@ def _settings(known: DraftSettings | None, options: DecodeConfig, *, enabled: bo
         "draft_bits": int(options.draft_bits) if options.draft_bits else None,
         "draft_head_bits": int(options.draft_head_bits) if options.draft_head_bits else None,
         "hybrid_with": options.hybrid_with,
+        "draft_vocab": options.draft_vocab,
         "exit_layer": exit_layer,
     }
     settings = replace(base, **{name: value for name, value in changes.items() if value is not None})
@@ -226,8 +229,9 @@ def make_plan(
         batch_size=options.batch_size,
     )
     for part in drafter.parts() if drafter else []:
+        if part.num_bytes:
+            choice.notices.append(f"the {part.name} draft takes {part.num_bytes / 2**20:.0f} MiB more memory")
         if isinstance(part, LowPrecisionDrafter):
-            choice.notices.append(f"the low-precision draft takes {part.num_bytes / 2**20:.0f} MiB more memory")
             choice.notices.extend(f"left in full precision: {line}" for line in part.unpacked)
     policy = make_policy(engine, drafter, choice, artifact, progress) if drafter else DraftPolicy(0)
     return Plan(engine, drafter, choice, policy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,12 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> Any:
 
 
 def load_config(name: str) -> Any:
-    """Load the transformers config of a checkpoint directory or hub name; UserError where there is none."""
+    """Load the transformers config of a checkpoint (for an adapter, its base's); UserError where there is none."""
     from transformers import AutoConfig
 
     directory = checkpoint_dir(name)
+    if directory is not None and (directory / "adapter_config.json").is_file():
+        return load_config(_adapter_base(directory))
     if directory is not None and not (directory / "config.json").is_file():
         raise UserError(f"{name} is not a checkpoint: it has no config.json", command=f"ls {name}")
     try:
@@ -95,9 +98,48 @@ def load_tokenizer(name: str) -> Any:
 
 def end_tokens(model: Any) -> tuple[int, ...]:
     """Return the end-of-text token ids of the checkpoint's generation config."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
+    return _end_tokens(model.config, model.generation_config)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is known of a model without its weights; its head is [vocab_size, hidden_size] numbers of `dtype`."""
+
+    vocab_size: int
+    hidden_size: int
+    dtype: torch.dtype
+    end_tokens: tuple[int, ...]
+
+    def head_bytes(self, rows: int) -> int:
+        """Return the bytes of so many rows of the head."""
+        return rows * self.hidden_size * self.dtype.itemsize
+
+
+def load_outline(name: str, *, dtype: str = "auto") -> Outline:
+    """Return the outline of a checkpoint (see `load_model`); without a dtype in its config, auto is taken for float32.
+
+    Raises:
+        UserError: not a checkpoint, or an unsupported architecture.
+    """
+    from transformers import GenerationConfig
+
+    directory, config = checkpoint_dir(name), load_config(name)
+    check_supported(config)
+    if directory is not None and (directory / "adapter_config.json").is_file():
+        name = _adapter_base(directory)
+    try:
+        generation = GenerationConfig.from_pretrained(name)
+    except OSError:
+        generation = None
+    known = getattr(config, "dtype", None) if dtype == "auto" else dtype
+    weights = known if isinstance(known, torch.dtype) else getattr(torch, known or "float32")
+    return Outline(config.vocab_size, config.hidden_size, weights, _end_tokens(config, generation))
+
+
+def _end_tokens(config: Any, generation_config: Any) -> tuple[int, ...]:
+    ids = getattr(generation_config, "eos_token_id", None)
     if ids is None:
-        ids = model.config.eos_token_id
+        ids = config.eos_token_id
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list | tuple) else (ids,)

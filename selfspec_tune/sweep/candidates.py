@@ -24,6 +24,7 @@ from selfspec_tune.decode.price import KnownCosts, draft_costs
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.errors import UserError
+from selfspec_tune.model import draft_vocab
 from selfspec_tune.model.load import checkpoint_dir
 from selfspec_tune.progress import Progress, silent
 from selfspec_tune.sweep.objective import Cell, Costs, speedup_model
@@ -158,6 +159,8 @@ class Trials:
             plain.append(DraftSettings("exit-head"))
         for settings in plain:
             found += self._try(settings, requests, params)
+        for settings in self._with_less_vocabulary(found):
+            found += self._try(settings, requests, params)
         if "hybrid" in asked:
             layered = [candidate for candidate in found if candidate.settings.drafter != "copy"]
             best = max(layered, key=lambda candidate: candidate.speedup_predicted, default=None)
@@ -169,6 +172,19 @@ class Trials:
     def _has_exit_head(self) -> bool:
         directory = checkpoint_dir(self.model)
         return directory is not None and (directory / EXIT_HEAD_FILE).is_file()
+
+    def _with_less_vocabulary(self, found: Sequence[Candidate]) -> list[DraftSettings]:
+        """Return the best setting of each drafter that reads the head, with every size of draft vocabulary there is."""
+        directory = checkpoint_dir(self.model)
+        if directory is None or not (directory / draft_vocab.FILE_NAME).is_file():
+            return []
+        most = len(draft_vocab.read_draft_vocab(directory).ranked)
+        sizes = sorted({min(size, most) for size in self.config.draft_vocab})
+        best: dict[str, Candidate] = {}
+        for candidate in sorted(found, key=lambda candidate: candidate.speedup_predicted):
+            if candidate.settings.drafter != "copy":
+                best[candidate.settings.drafter] = candidate
+        return [replace(one.settings, draft_vocab=size) for one in best.values() for size in sizes]
 
     def _try(self, settings: DraftSettings, requests: Sequence[Request], params: SamplingParams) -> list[Candidate]:
         try:

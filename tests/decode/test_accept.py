@@ -5,6 +5,8 @@ False-alarm probability of each chi-square test: 1e-6 per case (seeds are fixed,
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tiny import tiny_model
@@ -66,15 +68,18 @@ def round_outputs(
     params: SamplingParams,
     draft_params: SamplingParams | None = None,
     q_params: SamplingParams | None = None,
+    q_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """First token of `DRAWS` rounds of k = 2 at a fixed context, as the engine computes it.
 
-    `draft_params`: what the draft token is drawn with; `q_params`: what q is reported as. Both default to `params`.
+    `draft_params`: what the draft token is drawn with; `q_params`, `q_logits`: what q is reported as. The first two
+    default to `params`, the last to `draft_logits`.
     """
     generator = torch.Generator().manual_seed(7)
     p = distribution(target_logits, params).expand(DRAWS, 3, -1)
     drawn_from = distribution(draft_logits, draft_params or params)
-    q = distribution(draft_logits, q_params or params).expand(DRAWS, 2, -1)
+    reported = draft_logits if q_logits is None else q_logits
+    q = distribution(reported, q_params or params).expand(DRAWS, 2, -1)
     uniform = torch.rand(DRAWS, 5, generator=generator, dtype=torch.float64)
     drafted = torch.stack([draw(drawn_from.expand(DRAWS, -1), uniform[:, i]) for i in range(2)], 1)
     accepted, following = accept.accept_ratio(drafted, q, p, uniform[:, 2:4], uniform[:, 4])
@@ -82,15 +87,18 @@ def round_outputs(
 
 
 TARGET = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, 1.2, 0.7])
+WHOLE = TARGET.roll(3) + 0.3 * TARGET
 DRAFTS = {
     "never": torch.tensor([-60.0, -60.0, -60.0, -60.0, 0.0, 1.0, 2.0, 3.0, -60.0, -60.0]),
-    "sometimes": TARGET.roll(3) + 0.3 * TARGET,
+    "sometimes": WHOLE,
     "always": TARGET,
+    # A draft vocabulary of 4 of the 10 tokens, fewer than top-k keeps.
+    "some tokens": WHOLE.where(torch.isin(torch.arange(10), torch.tensor([1, 3, 4, 8])), float("-inf")),
 }
 PARAMS = [SamplingParams(1.0), SamplingParams(0.7, top_k=6), SamplingParams(1.3, top_k=8, top_p=0.8)]
 
 
-def fits(params: SamplingParams, draft: str, **faults: SamplingParams) -> bool:
+def fits(params: SamplingParams, draft: str, **faults: Any) -> bool:
     tokens = round_outputs(TARGET, DRAFTS[draft], params, **faults)
     counts = torch.bincount(tokens, minlength=len(TARGET)).double()
     return chi_square_passes(counts, distribution(TARGET, params).double())
@@ -110,6 +118,9 @@ class TestFaultsTheChiSquareTestMustCatch:
     def test_draft_at_another_temperature(self):
         assert not fits(SamplingParams(1.0), "sometimes", draft_params=SamplingParams(0.6))
 
+    def test_q_of_the_whole_vocabulary_for_a_draft_of_some_tokens(self):
+        assert not fits(SamplingParams(1.0), "some tokens", q_logits=WHOLE)
+
     def test_residual_not_clipped_at_zero(self, monkeypatch):
         genuine = torch.Tensor.clamp_min
         unclipped = lambda tensor, low: tensor if low == 0 else genuine(tensor, low)  # noqa: E731
@@ -117,7 +128,8 @@ class TestFaultsTheChiSquareTestMustCatch:
         assert not fits(SamplingParams(1.0), "sometimes")
 
 
-def test_two_token_sequences_of_the_engine_follow_the_target():
+@pytest.mark.parametrize("vocab", [None, [0, 2, 3, 7]], ids=["all-tokens", "some-tokens"])
+def test_two_token_sequences_of_the_engine_follow_the_target(vocab):
     """The whole engine, 4,000 requests in batches: joint distribution of the first two tokens of a tiny model."""
     from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
     from selfspec_tune.decode.engine import Engine, Request
@@ -129,7 +141,7 @@ def test_two_token_sequences_of_the_engine_follow_the_target():
         tiny_model(late=0.6, vocab_size=12, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     )
     engine = Engine(decoder, numerics="fast", batch_size=batch)
-    params, drafter = SamplingParams(0.9, top_k=5), LayerSkipDrafter(decoder, 2)
+    params, drafter = SamplingParams(0.9, top_k=5), LayerSkipDrafter(decoder, 2, vocab and torch.tensor(vocab))
     counts = torch.zeros(12, 12, dtype=torch.double)
     accepted = 0
     for index in range(batches):

@@ -79,7 +79,7 @@ def test_the_model_keeps_its_weights_and_the_copies_are_as_small_as_said():
     assert all(torch.equal(weight, before[name]) for name, weight in engine.decoder.model.named_parameters())
     estimate = low_precision.estimate_bytes(engine.decoder, 4, 8, None)
     assert estimate <= drafter.num_bytes <= estimate * 1.1
-    assert isinstance(drafter.head, PackedWeight) and drafter.head.bits == 8
+    assert isinstance(drafter.head.weight, PackedWeight) and drafter.head.weight.bits == 8
 
 
 def test_weights_that_cannot_be_packed_stay_and_are_named():

@@ -73,5 +73,22 @@ def test_bits_do_not_depend_on_the_number_of_rows():
             assert torch.equal(distribution(logits[row : row + 1], params)[0], together[row])
 
 
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(1.0), SamplingParams(1e-38), SamplingParams(0.8, top_k=2), SamplingParams(0.8, 3, 0.9)],
+)
+def test_a_token_at_minus_infinity_has_probability_zero_and_is_never_drawn(params):
+    """A draft of a reduced vocabulary: fewer tokens are possible than top-k would keep."""
+    nothing = float("-inf")
+    logits = torch.tensor([[nothing, 1.0, nothing, 0.5, nothing], [nothing, nothing, -80.0, nothing, nothing]])
+    found = distribution(logits, params)
+    assert (found[logits.isneginf()] == 0).all()
+    torch.testing.assert_close(found.sum(-1), torch.ones(2))
+    for uniform in (0.0, 0.5, 1.0):
+        assert not logits.gather(1, draw(found, torch.tensor([uniform, uniform]))[:, None]).isneginf().any()
+    noise = torch.tensor([900.0, 0.1, 900.0, 0.2, 900.0]).double()
+    assert not logits.gather(1, draw_with_gumbel(found, noise)[:, None]).isneginf().any()
+
+
 def test_a_tiny_temperature_is_greedy_not_nan():
     assert distribution(LOGITS, SamplingParams(1e-38)).tolist() == [0, 1, 0, 0]

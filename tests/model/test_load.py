@@ -12,7 +12,7 @@ from tiny import END, byte_tokenizer, tiny_config
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import load_decoder
 from selfspec_tune.model.families import check_supported, describe
-from selfspec_tune.model.load import end_tokens, load_model, load_tokenizer, resolve_device
+from selfspec_tune.model.load import end_tokens, load_model, load_outline, load_tokenizer, resolve_device
 
 
 def test_loads_a_directory_in_its_own_dtype_or_another(save_tiny):
@@ -60,6 +60,21 @@ def test_broken_weights_are_a_user_error(save_tiny):
         load_model(str(directory))
 
 
+@pytest.mark.parametrize("generation", [{"eos_token_id": [END, 7]}, {}, None])
+def test_the_outline_says_what_the_loaded_model_says(save_tiny, generation):
+    directory = save_tiny("outlined", dtype=torch.bfloat16)
+    path = directory / "generation_config.json"
+    if generation is None:
+        path.unlink()
+    else:
+        path.write_text(json.dumps(generation))
+    outline, model = load_outline(str(directory)), load_model(str(directory))
+    assert (outline.vocab_size, outline.hidden_size) == model.lm_head.weight.shape
+    assert outline.end_tokens == end_tokens(model) and outline.dtype == model.lm_head.weight.dtype
+    assert outline.head_bytes(outline.vocab_size) == model.lm_head.weight.nbytes
+    assert load_outline(str(directory), dtype="float32").dtype == torch.float32
+
+
 def test_unknown_device_is_a_user_error():
     with pytest.raises(UserError, match="device"):
         resolve_device("quantum")
@@ -80,4 +95,5 @@ def test_an_adapter_directory_is_merged_into_its_base(checkpoint: Path, tmp_path
     torch.testing.assert_close(merged(tokens).logits, expected, rtol=0, atol=1e-4)
     assert not torch.allclose(merged(tokens).logits, plain, atol=1e-2)
     assert load_tokenizer(str(tmp_path)).eos_token_id == byte_tokenizer().eos_token_id
+    assert load_outline(str(tmp_path)) == load_outline(str(checkpoint))
     load_decoder(str(tmp_path))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from selfspec_kernels import cpu
+from tiny import END, VOCAB
 
 from selfspec_tune.config import SweepConfig
 from selfspec_tune.decode.drafters.make import DraftSettings
@@ -14,7 +16,8 @@ from selfspec_tune.decode.policy import DraftCosts
 from selfspec_tune.decode.price import KnownCosts
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.decode.stats import Stats
-from selfspec_tune.model.decoder import LayeredDecoder
+from selfspec_tune.model.decoder import LayeredDecoder, load_decoder
+from selfspec_tune.model.draft_vocab import TokenCounts, write_draft_vocab
 from selfspec_tune.sweep import candidates
 from selfspec_tune.sweep.candidates import Trials, of_cell, of_rounds
 from selfspec_tune.sweep.objective import Cell, Costs
@@ -94,3 +97,21 @@ def test_what_cannot_be_tried_here_is_said(
     assert [c.settings for c in found] == [COPY]
     assert set(trials.skipped) == {"low-precision in 4 bits", "low-precision in 8 bits"}
     assert all("no fast product" in reason for reason in trials.skipped.values())
+
+
+def test_every_size_of_a_draft_vocabulary_is_tried_with_the_best_of_each_drafter(
+    own_checkpoint: Path, make_requests: Callable[[int, int], list[Request]]
+) -> None:
+    counts = TokenCounts(VOCAB)
+    counts.add("test", [list(range(100))])
+    write_draft_vocab(own_checkpoint, counts.draft_vocab(own_checkpoint, [END], 1000))
+    config = SweepConfig(
+        max_draft_tokens=3, context_length=40, repeats=1, draft_vocab=(20, 5000), drafters=("copy", "low-precision")
+    )
+    trials = Trials(Engine(load_decoder(str(own_checkpoint)), numerics="fast"), str(own_checkpoint), config, 0.0)
+    found = trials.candidates(make_requests(1, 12), SamplingParams())
+    sizes = [c.settings.draft_vocab for c in found]
+    assert sizes[:3] == [None, None, None] and sizes[3] == 20 and len(sizes) == 5
+    assert 20 < sizes[4] <= 101, "no more than are ranked"
+    assert all(c.settings.drafter == "low-precision" for c in found[1:])
+    assert len({c.label for c in found}) == 5

@@ -66,6 +66,11 @@ class Drafter:
     name: str = ""
     exit_layer: int | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of weights that only the draft has."""
+        return 0
+
     def start(self, texts: list[list[int]]) -> None:
         """Begin new requests: the prompt of each row. Rows of an unfilled batch are missing."""
 

@@ -25,20 +25,21 @@ class ExitHeadDrafter(LayerSkipDrafter):
     Args:
         decoder: the model. The head's layer is added to it, so caches must be made afterwards.
         head: a head of this model, in its dtype and on its device.
+        vocab: [N] ids the draft may propose, see `DraftHead`; None for all.
     """
 
     name = "exit-head"
 
-    def __init__(self, decoder: LayeredDecoder, head: ExitHead) -> None:
-        super().__init__(decoder, head.exit_layer)
+    def __init__(self, decoder: LayeredDecoder, head: ExitHead, vocab: Tensor | None = None) -> None:
+        super().__init__(decoder, head.exit_layer, vocab)
         self.layer = decoder.add_layer(head.block, like=head.exit_layer)
         self.norm = rms_norm_of(head.norm)
         self.tap = Tap(head.exit_layer, self.adapt)
 
     @classmethod
-    def beside(cls, checkpoint: Path, decoder: LayeredDecoder) -> ExitHeadDrafter:
+    def beside(cls, checkpoint: Path, decoder: LayeredDecoder, vocab: Tensor | None = None) -> ExitHeadDrafter:
         """Make a drafter of the head beside a checkpoint; UserError where there is none for these weights."""
-        return cls(decoder, load_exit_head(checkpoint, decoder.model))
+        return cls(decoder, load_exit_head(checkpoint, decoder.model), vocab)
 
     def start(self, texts: list[list[int]]) -> None:
         """Begin new requests: from here on, passes of the target leave the head's keys and values too."""
@@ -50,4 +51,4 @@ class ExitHeadDrafter(LayerSkipDrafter):
 
     def logits(self, adapted: Tensor) -> Tensor:
         """Return fp32 logits [B, 1, V] after the head's own norm."""
-        return self.decoder.logits(adapted, pad=False, norm=self.norm)
+        return self.head(adapted, self.norm)

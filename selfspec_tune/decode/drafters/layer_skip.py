@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from selfspec_tune.decode.drafters import ChooseToken, Draft, Drafter, Enough, Source, never
+from selfspec_tune.decode.drafters.draft_head import DraftHead
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder
@@ -17,11 +18,12 @@ class LayerSkipDrafter(Drafter):
     Args:
         decoder: the model.
         exit_layer: E, 1 ≤ E < number of layers.
+        vocab: [N] ids the draft may propose, see `DraftHead`; None for all.
     """
 
     name = "layer-skip"
 
-    def __init__(self, decoder: LayeredDecoder, exit_layer: int) -> None:
+    def __init__(self, decoder: LayeredDecoder, exit_layer: int, vocab: Tensor | None = None) -> None:
         if not 1 <= exit_layer < decoder.num_layers:
             raise UserError(
                 "exit_layer is out of range",
@@ -31,6 +33,12 @@ class LayerSkipDrafter(Drafter):
             )
         self.decoder = decoder
         self.exit_layer: int | None = exit_layer
+        self.head = DraftHead(decoder, vocab)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory the draft's copy of the head's rows takes."""
+        return self.head.num_bytes
 
     def propose(
         self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken, source: Source, enough: Enough = never
@@ -65,5 +73,7 @@ class LayerSkipDrafter(Drafter):
         return hidden
 
     def logits(self, adapted: Tensor) -> Tensor:
-        """Return fp32 logits [B, 1, V]."""
-        return self.decoder.logits(adapted)
+        """Return fp32 logits [B, 1, V]; with the whole head they are those of the target's arithmetic."""
+        if self.head.vocab is None:
+            return self.decoder.logits(adapted)
+        return self.head(adapted, self.decoder.final_norm)

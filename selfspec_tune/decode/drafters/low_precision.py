@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from selfspec_kernels import PackedWeight, compiled, few_row_linear, pack, packable
+from selfspec_kernels import PackedWeight, compiled, pack, packable
 from torch import Tensor
 
 from selfspec_tune.decode.drafters import ChooseToken, Draft, Drafter, Enough, Source, never
+from selfspec_tune.decode.drafters.draft_head import DraftHead
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder
@@ -30,6 +31,7 @@ class LowPrecisionDrafter(Drafter):
         bits: of the layers' weights, 4 or 8.
         head_bits: of the head's; default: `bits`.
         exit_layer: E; None for all layers.
+        vocab: [N] ids the draft may propose, see `DraftHead`; None for all.
 
     Attributes:
         num_bytes: memory the copies take.
@@ -42,7 +44,12 @@ class LowPrecisionDrafter(Drafter):
     name = "low-precision"
 
     def __init__(
-        self, decoder: LayeredDecoder, bits: int = 4, head_bits: int | None = None, exit_layer: int | None = None
+        self,
+        decoder: LayeredDecoder,
+        bits: int = 4,
+        head_bits: int | None = None,
+        exit_layer: int | None = None,
+        vocab: Tensor | None = None,
     ) -> None:
         head_bits = bits if head_bits is None else head_bits
         for value in (bits, head_bits):
@@ -59,16 +66,17 @@ class LowPrecisionDrafter(Drafter):
             )
         self.decoder, self.exit_layer = decoder, exit_layer
         self.unpacked: list[str] = []
-        check_memory(estimate_bytes(decoder, bits, head_bits, exit_layer))
+        check_memory(estimate_bytes(decoder, bits, head_bits, exit_layer, None if vocab is None else len(vocab)))
         last = exit_layer or decoder.num_layers
         self.layers = [layer.with_weights(self._packer(bits)) for layer in decoder.layers(0, last)]
-        self.head = self._packer(head_bits)(decoder.head[0], "head")
+        self.head = DraftHead(decoder, vocab, pack=lambda rows: self._packer(head_bits)(rows, "head"))
 
     @property
     def num_bytes(self) -> int:
-        """Memory the quantised copies take."""
-        weights = [weight for layer in self.layers for weight, _ in layer.products()] + [self.head]
-        return sum(weight.num_bytes for weight in weights if isinstance(weight, PackedWeight))
+        """Memory the copies take."""
+        weights = [weight for layer in self.layers for weight, _ in layer.products()]
+        packed = sum(weight.num_bytes for weight in weights if isinstance(weight, PackedWeight))
+        return packed + self.head.num_bytes
 
     def propose(
         self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken, source: Source, enough: Enough = never
@@ -91,8 +99,7 @@ class LowPrecisionDrafter(Drafter):
         hidden = decoder.embed(token[:, None])
         for layer in self.layers:
             hidden = layer(hidden, step)
-        head = few_row_linear(hidden, self.head, decoder.head[1], norm=decoder.final_norm, out_dtype=torch.float32)
-        return head[:, 0]
+        return self.head(hidden, decoder.final_norm)[:, 0]
 
     def _packer(self, bits: int) -> Any:
         def packed(weight: Tensor, name: str) -> Tensor | PackedWeight:
@@ -105,14 +112,17 @@ class LowPrecisionDrafter(Drafter):
         return packed
 
 
-def estimate_bytes(decoder: LayeredDecoder, bits: int, head_bits: int, exit_layer: int | None) -> int:
+def estimate_bytes(
+    decoder: LayeredDecoder, bits: int, head_bits: int, exit_layer: int | None, head_rows: int | None = None
+) -> int:
     """Return about how many bytes the copies of a draft take: the weights and one fp32 scale per group or row."""
 
     def sizes() -> Iterator[tuple[int, int]]:
         for layer in range(exit_layer or decoder.num_layers):
             for weight, _ in decoder.products(layer):
                 yield weight.numel(), bits
-        yield decoder.head[0].numel(), head_bits
+        rows, size = decoder.head[0].shape
+        yield (rows if head_rows is None else head_rows) * size, head_bits
 
     return sum(count * each // 8 + (count // 8 if each == 4 else 0) for count, each in sizes())
 

@@ -8,6 +8,7 @@ from typing import Any
 from selfspec_tune import config
 from selfspec_tune.artifact import Artifact
 from selfspec_tune.decode.drafters import Drafter
+from selfspec_tune.decode.drafters.draft_head import read_vocab
 from selfspec_tune.decode.drafters.exit_head import ExitHeadDrafter
 from selfspec_tune.decode.drafters.hybrid import HybridDrafter
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
@@ -26,6 +27,7 @@ class DraftSettings:
         exit_layer: E; None where the drafter needs none (low-precision: all layers).
         draft_bits, draft_head_bits: low-precision: bits of the layers' and of the head's weights (None: the same).
         hybrid_with: hybrid: the drafter beside `copy`.
+        draft_vocab: draft only so many of the most frequent tokens; None for all.
     """
 
     drafter: config.Drafter
@@ -33,6 +35,7 @@ class DraftSettings:
     draft_bits: int = 4
     draft_head_bits: int | None = None
     hybrid_with: config.HybridWith = "low-precision"
+    draft_vocab: int | None = None
 
     @classmethod
     def of(cls, artifact: Artifact) -> DraftSettings:
@@ -68,7 +71,8 @@ class DraftSettings:
             words += f" in {self.draft_bits} bits"
             if self.draft_head_bits not in (None, self.draft_bits):
                 words += f", head in {self.draft_head_bits}"
-        return words if self.exit_layer is None else f"{words} at exit {self.exit_layer}"
+        words += "" if self.exit_layer is None else f" at exit {self.exit_layer}"
+        return words + ("" if self.draft_vocab is None else f", {self.draft_vocab:,} tokens")
 
 
 def make_drafter(settings: DraftSettings, decoder: LayeredDecoder, model: str) -> Drafter:
@@ -80,16 +84,17 @@ def make_drafter(settings: DraftSettings, decoder: LayeredDecoder, model: str) -
     Raises:
         UserError: it does not fit the model, the device or the memory.
     """
-    if settings.drafter == "layer-skip":
-        return LayerSkipDrafter(decoder, int(settings.exit_layer or 0))
     if settings.drafter == "copy":
         return PromptLookupDrafter()
+    if settings.drafter == "hybrid":
+        copy, other = settings.parts
+        return HybridDrafter(make_drafter(copy, decoder, model), make_drafter(other, decoder, model))
+    vocab, exit_layer = read_vocab(model, settings.draft_vocab), settings.exit_layer
+    if settings.drafter == "layer-skip":
+        return LayerSkipDrafter(decoder, int(exit_layer or 0), vocab)
     if settings.drafter == "low-precision":
-        return LowPrecisionDrafter(decoder, settings.draft_bits, settings.draft_head_bits, settings.exit_layer)
-    if settings.drafter == "exit-head":
-        directory = checkpoint_dir(model)
-        if directory is None:
-            raise UserError("an exit head stands beside a checkpoint", got=model, allowed="a checkpoint directory")
-        return ExitHeadDrafter.beside(directory, decoder)
-    copy, other = settings.parts
-    return HybridDrafter(make_drafter(copy, decoder, model), make_drafter(other, decoder, model))
+        return LowPrecisionDrafter(decoder, settings.draft_bits, settings.draft_head_bits, exit_layer, vocab)
+    directory = checkpoint_dir(model)
+    if directory is None:
+        raise UserError("an exit head stands beside a checkpoint", got=model, allowed="a checkpoint directory")
+    return ExitHeadDrafter.beside(directory, decoder, vocab)
