@@ -185,7 +185,7 @@ def test_the_table_shows_every_drafter_and_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = load("demo_table", monkeypatch)
-    candidates = [{"label": "copy", "speedup_predicted": 1.4}, {"label": "layer-skip at exit 6"}]
+    candidates = [{"label": "copy", "speedup_predicted": 1.4}, {"label": "layer-skip E=6"}]
     confirmed = [{"label": "copy", "speedup": 1.31, "identical": True}]
     artifact = {"enabled": True, "drafter": "copy", "exit_layer": None, "num_draft_tokens": 4}
     sweep: dict[str, Any] = {"candidates": candidates, "confirmed": confirmed, "artifact": artifact}

@@ -170,16 +170,18 @@ def _print_candidates(result: Sweep) -> None:
                 "–" if candidate.alpha is None else f"{candidate.alpha:.3f}",
                 *(f"{number:.2f}" for number in (*numbers, candidate.speedup_predicted)),
                 f"×{tried.speedup:.2f} ±{tried.spread / 2:.0%}" if tried else "",
-                {True: "yes", False: "NO", None: ""}[tried.identical] if tried else "",
             ]
         )
     console.table(
         "drafters",
-        ["drafter", "k", "α", "c", "v", "tokens/step", "cost/step", "predicted", "measured", "same tokens"],
+        ["", "k", "α", "c", "v", "tokens", "cost", "predicted", "measured"],
         lines,
-        caption="k: mean. tokens/step, cost/step: of all steps, plain ones among them, in tokens and in plain steps. "
-        "measured: against plain decoding in turn, on other prompts, with --k-policy cost; ± half the quartiles' span",
+        caption="k: mean. tokens, cost: of a step, plain ones among them, in tokens and plain steps. measured: against "
+        "plain decoding in turn, on other prompts, with --k-policy cost; ± half the quartiles' span. N: tokens drafted",
     )
+    for confirmed in result.confirmed:
+        if confirmed.identical is False:
+            print(f"OTHER TOKENS than plain decoding with {confirmed.label}")
     for label, reason in result.skipped.items():
         print(f"not tried: {label}: {reason}")
 

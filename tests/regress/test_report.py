@@ -18,7 +18,7 @@ from selfspec_tune.model.families import describe
 from selfspec_tune.model.load import load_config, load_model
 from selfspec_tune.regress import report
 
-SPREAD = [f"layer-skip at exit {exit_layer}" for exit_layer in (1, 2, 3, 5)]
+SPREAD = [f"layer-skip E={exit_layer}" for exit_layer in (1, 2, 3, 5)]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_identical_weights_pass_with_a_ratio_of_exactly_one(copy: Path, make_con
     assert perplexity["ratio"] == 1.0 and perplexity["interval"] == [1.0, 1.0] and perplexity["limit"] == 1.02
     assert perplexity["base"] == perplexity["trained"] < 20  # the language has been learnt: damage can show
     assert (lossless["numerics"], lossless["cases"], lossless["tokens"]) == ("exact", 1, 6)
-    assert (lossless["drafters"], lossless["num_draft_tokens"]) == (["layer-skip at exit 2"], [2])
+    assert (lossless["drafters"], lossless["num_draft_tokens"]) == (["layer-skip E=2"], [2])
     assert lossless["bitwise_logits"] is True and lossless["first_difference"] is None
 
     stored = artifact.read(copy)
@@ -87,7 +87,7 @@ def test_a_sweep_is_kept_and_gives_the_defaults(copy: Path, make_config: Callabl
     artifact.write(copy, known)
     verdict, _ = report.run(str(copy), make_config(base=None, text=(), exit_layers=(), num_draft_tokens=()))
     tested = verdict["lossless"]
-    assert (tested["drafters"], tested["num_draft_tokens"]) == (["layer-skip at exit 3"], [4])
+    assert (tested["drafters"], tested["num_draft_tokens"]) == (["layer-skip E=3"], [4])
     assert artifact.read(copy) == artifact.with_regress(known, json.loads(json.dumps(verdict)))
 
 
@@ -102,7 +102,7 @@ def test_the_drafter_that_decode_would_use_is_the_one_tested(copy: Path, make_co
     artifact.write(copy, made_artifact(copy, **changes))
     config = make_config(base=None, text=(), exit_layers=(), num_draft_tokens=())
     found = report.run(str(copy), config)[0]["lossless"]
-    assert found["drafters"] == ["hybrid of copy and low-precision in 8 bits"] and found["bitwise_logits"]
+    assert found["drafters"] == ["hybrid (copy, low-precision 8-bit)"] and found["bitwise_logits"]
     assert found["drafted"] > 0
 
 

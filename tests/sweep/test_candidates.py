@@ -95,7 +95,7 @@ def test_what_cannot_be_tried_here_is_said(
     monkeypatch.setattr(cpu, "enabled", False)
     found = trials.candidates(make_requests(1, 8), SamplingParams())
     assert [c.settings for c in found] == [COPY]
-    assert set(trials.skipped) == {"low-precision in 4 bits", "low-precision in 8 bits"}
+    assert set(trials.skipped) == {"low-precision 4-bit", "low-precision 8-bit"}
     assert all("no fast product" in reason for reason in trials.skipped.values())
 
 

@@ -114,7 +114,7 @@ def test_of_the_confirmed_the_one_measured_fastest_is_chosen_and_what_the_runner
     second = "Runner-up: copy, measured ×1.10: its steps emit fewer tokens (2.00 against 3.00)"
     assert choice.reason.endswith(second)
     dearer = decide([found[0], found[2]], [result(COPY, 1.3)]).reason
-    assert "Runner-up: layer-skip at exit 2, predicted ×0.79" in dearer
+    assert "Runner-up: layer-skip E=2, predicted ×0.79" in dearer
     assert "emit fewer tokens (1.50 against 2.00) and its steps cost more (1.90 against 1.50 plain steps)" in dearer
 
 
@@ -327,5 +327,5 @@ def test_the_command_draws_the_cells_and_says_what_it_chose(own_checkpoint: Path
     done = CliRunner().invoke(app, [*command, "--confirm", "0", "--numerics", "fast"], catch_exceptions=False)
     assert done.exit_code == 0
     assert "only 3 prompts" in done.stderr
-    for piece in ("E=1", "E=3", "k=2", "speculation o", "needed", "written: ", "hybrid of copy", "low-precision in 8"):
+    for piece in ("E=1", "E=3", "k=2", "speculation o", "needed", "written: ", "hybrid (copy", "low-precision 8-bit"):
         assert piece in done.stdout

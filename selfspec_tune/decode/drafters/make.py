@@ -61,18 +61,17 @@ class DraftSettings:
 
     @property
     def label(self) -> str:
-        """What a reader calls it, such as "low-precision in 4 bits"; different settings have different labels."""
+        """What a reader calls it, such as "low-precision 4-bit"; different settings have different labels."""
         if self.drafter == "hybrid":
-            return f"hybrid of copy and {self.parts[1].label}"
+            return f"hybrid (copy, {self.parts[1].label})"
         if self.drafter == "copy":
             return "copy"
-        words: str = self.drafter
+        words = [self.drafter, f"E={self.exit_layer}" if self.exit_layer is not None else ""]
         if self.drafter == "low-precision":
-            words += f" in {self.draft_bits} bits"
-            if self.draft_head_bits not in (None, self.draft_bits):
-                words += f", head in {self.draft_head_bits}"
-        words += "" if self.exit_layer is None else f" at exit {self.exit_layer}"
-        return words + ("" if self.draft_vocab is None else f", {self.draft_vocab:,} tokens")
+            words.append(f"{self.draft_bits}-bit")
+            words.append(f"head {self.draft_head_bits}-bit" if self.draft_head_bits else "")
+        words.append(f"N={self.draft_vocab}" if self.draft_vocab is not None else "")
+        return " ".join(word for word in words if word)
 
 
 def make_drafter(settings: DraftSettings, decoder: LayeredDecoder, model: str) -> Drafter:
