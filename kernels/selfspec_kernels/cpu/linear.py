@@ -13,10 +13,9 @@ from selfspec_kernels.cpu.lanes import FloatTile, Tile, make_tile
 from selfspec_kernels.cpu.memory import bytes_of, exp_row, load_row, pointer, store_row
 
 
-def _make_columns(kind: type[Tile], weight_format: str, narrow: int) -> Any:
-    """Return `columns`; for one or two rows it takes `narrow` weight rows at a time, so that more of them are read."""
-    tile_4x2, tile_2, tile_1, tile_1x1 = (
-        make_tile(kind, weight_format, rows, columns) for rows, columns in ((4, 2), (2, narrow), (1, narrow), (1, 1))
+def _make_columns(kind: type[Tile], weight_format: str) -> Any:
+    tile_4x2, tile_2x4, tile_1x4, tile_1x1 = (
+        make_tile(kind, weight_format, rows, columns) for rows, columns in ((4, 2), (2, 4), (1, 4), (1, 1))
     )
 
     @njit
@@ -31,15 +30,13 @@ def _make_columns(kind: type[Tile], weight_format: str, narrow: int) -> Any:
                     outputs += row * out_stride * 4
                     tile_4x2(inputs, weights, scales, outputs, size, size, w_stride, scale_stride, out_stride)
                 row += 4
+            weights, scales = w + block * w_stride, scale + block * scale_stride
             while row < rows:
-                inputs, two = x + row * size * 4, row + 2 <= rows
-                for first in range(block, block + 4, narrow):
-                    weights, scales, outputs = w + first * w_stride, scale + first * scale_stride, out + first * 4
-                    outputs += row * out_stride * 4
-                    if two:
-                        tile_2(inputs, weights, scales, outputs, size, size, w_stride, scale_stride, out_stride)
-                    else:
-                        tile_1(inputs, weights, scales, outputs, size, size, w_stride, scale_stride, out_stride)
+                inputs, outputs = x + row * size * 4, out + (row * out_stride + block) * 4
+                if row + 2 <= rows:
+                    tile_2x4(inputs, weights, scales, outputs, size, size, w_stride, scale_stride, out_stride)
+                else:
+                    tile_1x4(inputs, weights, scales, outputs, size, size, w_stride, scale_stride, out_stride)
                 row += 2
         for first in range(whole, stop):
             weights, scales, outputs = w + first * w_stride, scale + first * scale_stride, out + first * 4
@@ -50,12 +47,12 @@ def _make_columns(kind: type[Tile], weight_format: str, narrow: int) -> Any:
     return columns
 
 
-columns_float32 = _make_columns(FloatTile, "float32", 4)
+columns_float32 = _make_columns(FloatTile, "float32")
 """`columns(x, w, scale, out, rows, size, start, stop, w_stride, scale_stride, out_stride)`: out[:, start:stop] of a
 product of fp32 rows [rows, size] at address x with the rows of w; strides as in `lanes.make_tile`."""
-columns_bfloat16 = _make_columns(FloatTile, "bfloat16", 4)
-_columns_int8 = _make_columns(IntegerTile, "int8", 4)
-_columns_int4 = _make_columns(IntegerTile, "int4", 2)
+columns_bfloat16 = _make_columns(FloatTile, "bfloat16")
+_columns_int8 = _make_columns(IntegerTile, "int8")
+_columns_int4 = _make_columns(IntegerTile, "int4")
 
 
 @njit
