@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits, for drafts: symmetric, weight-only, scales in fp32."""
+"""Weights in 8 or 4 bits, for drafts: symmetric, scales in fp32."""
 
 from __future__ import annotations
 
