@@ -6,11 +6,12 @@
 from selfspec_kernels import cpu
 from selfspec_kernels.ops import Mode, Norm, compiled, few_row_linear, rope_kv_write
 from selfspec_kernels.reference import BLOCK, ragged_attention, visibility_bias
-from selfspec_kernels.weights import GROUP, PackedWeight, pack, packable
+from selfspec_kernels.weights import GROUP, GROUPS, PackedWeight, pack, packable
 
 __all__ = [
     "BLOCK",
     "GROUP",
+    "GROUPS",
     "Mode",
     "Norm",
     "PackedWeight",

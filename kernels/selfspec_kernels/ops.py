@@ -37,7 +37,8 @@ def few_row_linear(
 
     Args:
         inputs: [..., K]; with `gated` [..., 2 K], gate and up side by side, of which silu(gate) · up goes in.
-        weight: [N, K], full precision or packed.
+        weight: [N, K], full precision or packed; the compiled product with a packed one rounds its inputs to 16 bits by
+            blocks, and a row with an infinity or NaN gives NaN.
         bias: [N].
         norm: RMSNorm of the inputs (arXiv 1910.07467).
         residual: [..., N] added to the product.

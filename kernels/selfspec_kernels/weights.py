@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits, for drafts: symmetric, weight-only, scales in fp32."""
+"""Weights in 8 or 4 bits, for drafts: symmetric, scales in fp32."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+BLOCK = 32
+"""Weights of a row that products take at a time: a row must be whole blocks."""
+GROUPS = (32, 64)
+"""How many weights of a row may share a scale in 4 bits: multiples of `BLOCK`."""
 GROUP = 32
-"""Weights of a row that share a scale in 4 bits."""
+"""How many do unless asked otherwise."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +21,8 @@ class PackedWeight:
 
     Attributes:
         shape: (N, K).
-        bits: 8: int8 [N, K] with one scale per row [N]. 4: uint8 [N, K / 2] with one scale per `GROUP` [N, K / GROUP];
-            byte j of a group holds weight j in its low half and weight j + 16 in its high half, each plus 8.
+        bits: 8: int8 [N, K] with one scale per row [N]. 4: int8 [N, K / 2] with one scale per group [N, K / group];
+            byte j of a block is weight j + 8 in its low half and weight j + 16 in its high half, sign included.
         data, scale: as above, contiguous.
     """
 
@@ -26,6 +30,11 @@ class PackedWeight:
     bits: int
     data: Tensor
     scale: Tensor
+
+    @property
+    def group(self) -> int:
+        """Weights of a row that share a scale."""
+        return self.shape[0] * self.shape[1] // self.scale.numel()
 
     @property
     def num_bytes(self) -> int:
@@ -37,34 +46,40 @@ class PackedWeight:
         rows, size = self.shape
         if self.bits == 8:
             return self.data.float() * self.scale[:, None]
-        packed = self.data.view(rows, size // GROUP, GROUP // 2)
-        values = torch.cat((packed & 15, packed >> 4), -1).float() - 8
-        return (values * self.scale[..., None]).view(rows, size)
+        packed = self.data.view(rows, size // BLOCK, BLOCK // 2)
+        values = torch.cat(((packed & 15) - 8, packed >> 4), -1).float()
+        return (values.view(*self.scale.shape, -1) * self.scale[..., None]).view(rows, size)
 
 
-def packable(weight: Tensor, bits: int) -> str:
+def packable(weight: Tensor, bits: int, group: int = GROUP) -> str:
     """Return why a weight cannot be packed, or ""."""
-    if bits == 4 and weight.shape[1] % GROUP:
-        return f"its {weight.shape[1]} inputs are no multiple of the group size {GROUP}"
+    multiple = group if bits == 4 else BLOCK
+    if weight.shape[1] % multiple:
+        return f"its {weight.shape[1]} inputs are no multiple of {multiple}"
     return ""
 
 
-def pack(weight: Tensor, bits: int) -> PackedWeight:
+def pack(weight: Tensor, bits: int, group: int = GROUP) -> PackedWeight:
     """Quantise [N, K] to 8 or 4 bits, each scale chosen for the least squared error among a few.
 
+    Args:
+        group: weights that share a scale in 4 bits, one of `GROUPS`.
+
     Raises:
-        ValueError: the shape cannot be packed (see `packable`).
+        ValueError: the shape cannot be packed (see `packable`), or no such group.
     """
-    if packable(weight, bits):
-        raise ValueError(packable(weight, bits))
+    if packable(weight, bits, group):
+        raise ValueError(packable(weight, bits, group))
+    if bits == 4 and group not in GROUPS:
+        raise ValueError(f"no group of {group} weights, only of {GROUPS}")
     rows, size = weight.shape
     limit = 2 ** (bits - 1) - 1
-    groups = weight.float().view(rows, -1, GROUP if bits == 4 else size)
+    groups = weight.float().view(rows, -1, group if bits == 4 else size)
     scale, levels = _best_scale(groups, limit)
     if bits == 8:
         return PackedWeight((rows, size), 8, levels.to(torch.int8).view(rows, size), scale.view(rows).contiguous())
-    unsigned = (levels + 8).to(torch.uint8)
-    packed = unsigned[..., : GROUP // 2] | (unsigned[..., GROUP // 2 :] << 4)
+    low, high = levels.to(torch.int8).view(rows, size // BLOCK, 2, BLOCK // 2).unbind(2)
+    packed = (low + 8) | (high << 4)
     return PackedWeight((rows, size), 4, packed.reshape(rows, size // 2), scale.view(rows, -1).contiguous())
 
 

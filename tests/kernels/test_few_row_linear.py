@@ -11,7 +11,10 @@ from selfspec_kernels import PackedWeight, few_row_linear, pack
 
 # Relative to the largest result: fp32 sums in another order; in bf16 the reference rounds up to three times on the way.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+# Relative to the largest result: products with packed weights round each input by up to 1.5e-5 of its block's largest.
+ROUNDED_INPUTS = 1e-4
 DTYPES = [torch.float32, torch.bfloat16]
+KINDS = ["float32", "bfloat16", "int8", "int4", "int4 in groups of 64"]
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -32,8 +35,18 @@ def expected(inputs, weight, bias=None, norm=None, gated=False, residual=None):
     return out if residual is None else out + residual.double()
 
 
-def assert_near(out: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
-    assert (out.double() - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
+def weight_of(kind: str, width: int, size: int) -> torch.Tensor | PackedWeight:
+    if kind.startswith("int"):
+        return pack(numbers(width, size), int(kind[3]), 64 if "64" in kind else 32)
+    return numbers(width, size, dtype=getattr(torch, kind))
+
+
+def inputs_of(kind: str, rows: int, size: int) -> torch.Tensor:
+    return numbers(rows, size, dtype=torch.bfloat16 if kind == "bfloat16" else torch.float32, seed=1)
+
+
+def assert_near(out: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, tolerance: float | None = None) -> None:
+    assert (out.double() - wanted).abs().max() <= (tolerance or TOLERANCE[dtype]) * wanted.abs().max()
 
 
 @pytest.mark.parametrize("mode", ["compiled", "reference", "wide"])
@@ -54,29 +67,44 @@ def test_with_all_that_stands_around_the_product(rows, size, width, dtype, mode)
         assert_near(out, expected(weight=weight, **case), dtype)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", KINDS[2:])
 @pytest.mark.parametrize("mode", ["compiled", "reference"])
-def test_packed_weights(bits, mode):
-    weight = pack(numbers(90, 96), bits)
-    inputs = numbers(5, 96, seed=1)
-    assert_near(few_row_linear(inputs, weight, mode=mode), expected(inputs, weight), torch.float32)
+@pytest.mark.parametrize("rows, size, width", [(1, 64, 50), (5, 192, 91), (3, 576, 7), (9, 64, 1)])
+def test_packed_weights(rows, size, width, mode, kind):
+    weight, inputs = weight_of(kind, width, size), inputs_of(kind, rows, size)
+    out = few_row_linear(inputs, weight, mode=mode)
+    assert_near(out, expected(inputs, weight), torch.float32, ROUNDED_INPUTS if mode == "compiled" else None)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
-def test_bits_of_a_row_depend_on_that_row_alone(kind):
-    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
-    weight = numbers(129, 64, dtype=dtype)
-    weight = pack(weight, int(kind[3:])) if kind.startswith("int") else weight
-    inputs, norm = numbers(9, 64, dtype=dtype, seed=1), (numbers(64, dtype=dtype, seed=2), 1e-5)
-    alone = torch.cat([few_row_linear(inputs[row : row + 1], weight, norm=norm) for row in range(9)])
-    for count in range(2, 10):
-        for first in range(10 - count):
+@pytest.mark.parametrize("kind", KINDS[2:])
+def test_packed_weights_with_all_that_stands_around_the_product(kind):
+    weight, bias, residual = weight_of(kind, 40, 64), numbers(40), numbers(3, 40, seed=2)
+    inputs, norm = numbers(3, 128, seed=3), (numbers(64, seed=4), 1e-5)
+    for case in (
+        {"inputs": inputs[:, :64], "bias": bias, "norm": norm},
+        {"inputs": inputs, "gated": True, "residual": residual},
+    ):
+        assert_near(
+            few_row_linear(weight=weight, **case), expected(weight=weight, **case), torch.float32, ROUNDED_INPUTS
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size, width", [(64, 129), (192, 5)])
+def test_bits_of_a_row_depend_on_that_row_alone(kind, size, width):
+    weight, inputs = weight_of(kind, width, size), inputs_of(kind, 17, size)
+    norm = numbers(size, dtype=inputs.dtype, seed=2), 1e-5
+    alone = torch.cat([few_row_linear(inputs[row : row + 1], weight, norm=norm) for row in range(17)])
+    for count in range(2, 18):
+        for first in range(18 - count):
             together = few_row_linear(inputs[first : first + count], weight, norm=norm)
             assert torch.equal(together, alone[first : first + count]), (count, first)
 
 
-def test_bits_do_not_depend_on_the_number_of_threads():
-    inputs, weight = numbers(3, 512), numbers(1000, 512, seed=1)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_bits_do_not_depend_on_the_number_of_threads(kind, rows):
+    inputs, weight = inputs_of(kind, rows, 512), weight_of(kind, 1003, 512)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
@@ -85,6 +113,59 @@ def test_bits_do_not_depend_on_the_number_of_threads():
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("rows", range(1, 10))
+@pytest.mark.parametrize("size", [5, 64, 203])
+def test_sums_are_added_in_the_order_that_is_documented(rows, size):
+    """A product of bf16 numbers plus an fp32 sum is exact in fp64: rounding that once is a fused multiply-add."""
+    inputs, weight = inputs_of("bfloat16", rows, size), weight_of("bfloat16", 23, size)
+    products = (inputs[:, None].double() * weight.double()).unbind(-1)
+    lanes = [torch.zeros(rows, 23) for _ in range(8)]
+    whole = size // 8 * 8
+    for position in range(whole):
+        lanes[position % 8] = (lanes[position % 8].double() + products[position]).float()
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = [low + high for low, high in zip(lanes[:half], lanes[half:], strict=True)]
+    for product in products[whole:]:
+        lanes[0] = (lanes[0].double() + product).float()
+    assert torch.equal(few_row_linear(inputs, weight, out_dtype=torch.float32), lanes[0])
+
+
+@pytest.mark.parametrize("kind", KINDS[2:])
+@pytest.mark.parametrize("factor", [0.0, 1e-42, 1e-33, 1e-20, 1e30])
+def test_packed_products_of_inputs_of_any_size(factor, kind):
+    """One block of zeros, of tiny or of huge numbers beside others, and a whole row of them."""
+    weight, inputs = weight_of(kind, 40, 192), numbers(3, 192, seed=1)
+    inputs[1, 32:64] *= factor
+    inputs[2] *= factor
+    out, wanted = few_row_linear(inputs, weight), expected(inputs, weight)
+    assert_near(out[0], wanted[0], torch.float32, ROUNDED_INPUTS)
+    assert_near(out[1], wanted[1], torch.float32, ROUNDED_INPUTS)
+    if 0 < factor < 1e-30:
+        assert not out[2].any()  # blocks below 1e-30 count as zeros
+    else:
+        assert_near(out[2], wanted[2], torch.float32, ROUNDED_INPUTS)
+
+
+@pytest.mark.parametrize("kind", KINDS[2:])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_packed_products_of_a_row_that_is_not_finite_are_not_numbers(value, kind):
+    weight, inputs = weight_of(kind, 40, 192), numbers(3, 192, seed=1)
+    wanted = few_row_linear(inputs, weight)
+    inputs[1, 70] = value
+    out = few_row_linear(inputs, weight)
+    assert out[1].isnan().all() and torch.equal(out[[0, 2]], wanted[[0, 2]])
+
+
+@pytest.mark.parametrize("kind", KINDS[2:])
+def test_the_largest_integers_do_not_overflow(kind):
+    """All weights at their lowest level and all inputs at one value, of either sign."""
+    weight = weight_of(kind, 40, 192)
+    weight.data.fill_(-128 if kind == "int8" else -16 * 8)  # int4: both halves of a byte are −8
+    for inputs in (torch.full((1, 192), 3.0), torch.full((1, 192), -3.0)):
+        assert_near(few_row_linear(inputs, weight), expected(inputs, weight), torch.float32)
 
 
 def test_gating_at_the_ends_of_the_number_range():

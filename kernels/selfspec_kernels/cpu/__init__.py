@@ -54,8 +54,9 @@ def few_row_linear(
     out = torch.empty(*inputs.shape[:-1], width, dtype=out_dtype)
     if isinstance(weight, PackedWeight):
         data, scale, weight_format = weight.data, weight.scale.data_ptr(), PACKED_FORMATS[weight.bits]
+        group = weight.group
     else:
-        data, scale, weight_format = weight, 0, FORMATS[weight.dtype]
+        data, scale, weight_format, group = weight, 0, FORMATS[weight.dtype], size
     if residual is not None:
         residual = residual.contiguous()
     assert data.is_contiguous() and inputs.shape[-1] == size * (2 if gated else 1)
@@ -65,22 +66,23 @@ def few_row_linear(
         norm[1] if norm else 0.0,
         gated,
         FORMATS[inputs.dtype],
-        data.data_ptr(),
         weight_format,
+        rows,
+        size,
+        data.data_ptr(),
         scale,
+        group,
         _address(bias),
         _address(residual),
         out.data_ptr(),
         FORMATS[out_dtype],
-        rows,
-        size,
         width,
     )
     tasks = _tasks(rows * size * width)
     if tasks == 1:
         linear.few_row_linear_serial(*arguments)
     else:
-        linear.few_row_linear_parallel(*arguments, tasks)
+        linear.few_row_linear_parallel(tasks, *arguments)
     return out
 
 

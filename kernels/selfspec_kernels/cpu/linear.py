@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 from numba import carray, njit, prange
 
-from selfspec_kernels.cpu.formats import BFLOAT16, FLOAT32, INT8
-from selfspec_kernels.cpu.lanes import make_tile
+from selfspec_kernels.cpu.formats import BFLOAT16, FLOAT32, INT4, INT8
+from selfspec_kernels.cpu.integers import IntegerTile, to_records
+from selfspec_kernels.cpu.lanes import FloatTile, Tile, make_tile
 from selfspec_kernels.cpu.memory import bytes_of, exp_row, load_row, pointer, store_row
 
 
-def _make_columns(weight_format: str, narrow: int) -> Any:
-    """Return `columns`; for one or two rows it takes `narrow` weight rows at a time, so that more of them are read."""
-    tile_4x2, tile_2, tile_1, tile_1x1 = (
-        make_tile(weight_format, rows, columns) for rows, columns in ((4, 2), (2, narrow), (1, narrow), (1, 1))
+def _make_columns(kind: type[Tile], weight_format: str) -> Any:
+    tile_4x2, tile_2x4, tile_1x4, tile_1x1 = (
+        make_tile(kind, weight_format, rows, columns) for rows, columns in ((4, 2), (2, 4), (1, 4), (1, 1))
     )
 
     @njit
@@ -30,15 +30,13 @@ def _make_columns(weight_format: str, narrow: int) -> Any:
                     outputs += row * out_stride * 4
                     tile_4x2(inputs, weights, scales, outputs, size, size, w_stride, scale_stride, out_stride)
                 row += 4
+            weights, scales = w + block * w_stride, scale + block * scale_stride
             while row < rows:
-                inputs, two = x + row * size * 4, row + 2 <= rows
-                for first in range(block, block + 4, narrow):
-                    weights, scales, outputs = w + first * w_stride, scale + first * scale_stride, out + first * 4
-                    outputs += row * out_stride * 4
-                    if two:
-                        tile_2(inputs, weights, scales, outputs, size, size, w_stride, scale_stride, out_stride)
-                    else:
-                        tile_1(inputs, weights, scales, outputs, size, size, w_stride, scale_stride, out_stride)
+                inputs, outputs = x + row * size * 4, out + (row * out_stride + block) * 4
+                if row + 2 <= rows:
+                    tile_2x4(inputs, weights, scales, outputs, size, size, w_stride, scale_stride, out_stride)
+                else:
+                    tile_1x4(inputs, weights, scales, outputs, size, size, w_stride, scale_stride, out_stride)
                 row += 2
         for first in range(whole, stop):
             weights, scales, outputs = w + first * w_stride, scale + first * scale_stride, out + first * 4
@@ -49,12 +47,12 @@ def _make_columns(weight_format: str, narrow: int) -> Any:
     return columns
 
 
-columns_float32 = _make_columns("float32", 4)
+columns_float32 = _make_columns(FloatTile, "float32")
 """`columns(x, w, scale, out, rows, size, start, stop, w_stride, scale_stride, out_stride)`: out[:, start:stop] of a
 product of fp32 rows [rows, size] at address x with the rows of w; strides as in `lanes.make_tile`."""
-columns_bfloat16 = _make_columns("bfloat16", 4)
-_columns_int8 = _make_columns("int8", 4)
-_columns_int4 = _make_columns("int4", 2)
+columns_bfloat16 = _make_columns(FloatTile, "bfloat16")
+_columns_int8 = _make_columns(IntegerTile, "int8")
+_columns_int4 = _make_columns(IntegerTile, "int4")
 
 
 @njit
@@ -103,8 +101,8 @@ def _finish(row, position, column, bias, residual, number_format, out, out_forma
 
 
 @njit
-def prepare_inputs(x, norm, eps, gated, number_format, rows, size):  # type: ignore[no-untyped-def]
-    """Return what goes into the product, fp32 [rows, size]: x, RMSNorm(x) or silu(gate) · up.
+def prepare_inputs(x, norm, eps, gated, number_format, weight_format, rows, size):  # type: ignore[no-untyped-def]
+    """Return what goes into the product, [rows, size]: x, RMSNorm(x) or silu(gate) · up, in fp32 or as records.
 
     Args:
         x: address of [rows, size] numbers, [rows, 2 · size] if `gated`.
@@ -120,18 +118,20 @@ def prepare_inputs(x, norm, eps, gated, number_format, rows, size):  # type: ign
             load_row(x + row * size * bytes_each, number_format, inputs[row])
         if norm != 0:
             normalise(inputs[row], norm, number_format, eps, scratch)
+        if weight_format in (INT8, INT4):
+            to_records(inputs[row])
     return inputs
 
 
 @njit
 def linear_part(  # type: ignore[no-untyped-def]
-    task, tasks, inputs, number_format, w, weight_format, scale, bias, residual, out, out_format, width
+    task, tasks, inputs, number_format, weight_format, w, scale, group, bias, residual, out, out_format, width
 ):
     """Write one of `tasks` parts of the columns of out = residual + inputs · wᵀ + bias.
 
     Args:
-        inputs: fp32 [rows, size].
-        w, scale: address of the weights [width, size] in `weight_format` and of their scales.
+        inputs: [rows, size], from `prepare_inputs`.
+        w, scale: address of the weights [width, size] in `weight_format` and of their scales, one per `group`.
         bias, residual: addresses of [width] and [rows, width] in `number_format`, or 0.
         out: address of [rows, width] in `out_format`.
     """
@@ -152,8 +152,7 @@ def linear_part(  # type: ignore[no-untyped-def]
     elif weight_format == INT8:
         _columns_int8(inputs_at, w + first * size, scale + first * 4, held_at, rows, size, 0, count, size, 4, count)
     else:
-        # 16 bytes of weights and 4 of scale per 32 elements
-        stride, scales = size // 2, size // 8
+        stride, scales = size // 2, size // group * 4
         scale += first * scales
         _columns_int4(inputs_at, w + first * stride, scale, held_at, rows, size, 0, count, stride, scales, count)
     for row in range(rows):
@@ -161,34 +160,17 @@ def linear_part(  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def few_row_linear_serial(  # type: ignore[no-untyped-def]
-    x, norm, eps, gated, number_format, w, weight_format, scale, bias, residual, out, out_format, rows, size, width
-):
-    """`selfspec_kernels.few_row_linear` on this thread; arguments as in `prepare_inputs` and `linear_part`."""
-    inputs = prepare_inputs(x, norm, eps, gated, number_format, rows, size)
-    linear_part(0, 1, inputs, number_format, w, weight_format, scale, bias, residual, out, out_format, width)
+def few_row_linear_serial(x, norm, eps, gated, number_format, weight_format, rows, size, *rest):  # type: ignore[no-untyped-def]
+    """`selfspec_kernels.few_row_linear` on this thread; arguments as in `prepare_inputs`, then `linear_part` from w."""
+    inputs = prepare_inputs(x, norm, eps, gated, number_format, weight_format, rows, size)
+    linear_part(0, 1, inputs, number_format, weight_format, *rest)
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def few_row_linear_parallel(  # type: ignore[no-untyped-def]
-    x,
-    norm,
-    eps,
-    gated,
-    number_format,
-    w,
-    weight_format,
-    scale,
-    bias,
-    residual,
-    out,
-    out_format,
-    rows,
-    size,
-    width,
-    tasks,
+    tasks, x, norm, eps, gated, number_format, weight_format, rows, size, *rest
 ):
     """The same on numba's threads, in `tasks` parts of the columns."""
-    inputs = prepare_inputs(x, norm, eps, gated, number_format, rows, size)
+    inputs = prepare_inputs(x, norm, eps, gated, number_format, weight_format, rows, size)
     for task in prange(tasks):
-        linear_part(task, tasks, inputs, number_format, w, weight_format, scale, bias, residual, out, out_format, width)
+        linear_part(task, tasks, inputs, number_format, weight_format, *rest)

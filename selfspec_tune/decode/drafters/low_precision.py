@@ -1,8 +1,8 @@
 """Low precision: the model's own layers and head, their weights quantised to 8 or 4 bits, draft.
 
-Weight-only: activations stay as they are (compare QSpec, arXiv 2410.11305). The full-precision weights verify from
-layer 0 and overwrite the draft's keys and values, so the prefix that every draft reads is exact and there is no second
-cache. The draft is no target arithmetic: none of its calls is padded.
+As good as weight-only: products round their inputs to 16 bits by blocks of 32 (compare QSpec, arXiv 2410.11305). The
+full-precision weights verify from layer 0 and overwrite the draft's keys and values, so the prefix that every draft
+reads is exact and there is no second cache. The draft is no target arithmetic: none of its calls is padded.
 """
 
 from __future__ import annotations
