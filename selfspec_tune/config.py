@@ -22,6 +22,7 @@ from selfspec_tune.errors import UserError, did_you_mean
 Numerics = Literal["exact", "fast"]
 Drafter = Literal["layer-skip", "low-precision", "copy", "exit-head", "hybrid"]
 HybridWith = Literal["low-precision", "layer-skip", "exit-head"]
+DraftGroup = Literal["32", "64"]
 KPolicy = Literal["fixed", "window", "cost"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -96,6 +97,8 @@ class DecodeConfig(PromptConfig):
     """low-precision: bits of the layers' weights. Default: selfspec.json's, else 4."""
     draft_head_bits: Literal["4", "8"] | None = None
     """low-precision: bits of the LM head's weights. Default: as the layers'."""
+    draft_group: DraftGroup | None = None
+    """low-precision: weights that share a scale in 4 bits; 64 reads fewer bytes. Default: selfspec.json's, else 32."""
     draft_vocab: int | None = None
     """Draft only the N most frequent tokens of draft_vocab.json (see `selfspec draft-vocab`), from a copy of their rows
     of the LM head. Default: selfspec.json's, else all."""

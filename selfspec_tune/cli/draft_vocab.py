@@ -140,5 +140,5 @@ def _print(model: str, result: dict[str, Any]) -> None:
         f"{result['path']}: {result['num_ranked']:,} tokens ranked, of {result['num_tokens']:,} counted",
         ["N", "of held-out text covered", f"head read by a draft, {result['dtype']}", "of the whole head"],
         rows,
-        caption=f"next: selfspec decode {model} --draft-vocab N --drafter low-precision, or another with a head",
+        caption=f"next: selfspec sweep-exit {model} --prompts PROMPTS.jsonl, which compares sizes",
     )

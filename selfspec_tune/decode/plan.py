@@ -155,6 +155,7 @@ def _settings(known: DraftSettings | None, options: DecodeConfig, *, enabled: bo
     changes: dict[str, Any] = {
         "draft_bits": int(options.draft_bits) if options.draft_bits else None,
         "draft_head_bits": int(options.draft_head_bits) if options.draft_head_bits else None,
+        "draft_group": int(options.draft_group) if options.draft_group else None,
         "hybrid_with": options.hybrid_with,
         "draft_vocab": options.draft_vocab,
         "exit_layer": exit_layer,
@@ -178,7 +179,7 @@ def _shown(settings: DraftSettings) -> dict[str, object]:
     if settings.drafter != "hybrid":
         del values["hybrid_with"]
     if settings.parts[-1].drafter != "low-precision":
-        del values["draft_bits"], values["draft_head_bits"]
+        del values["draft_bits"], values["draft_head_bits"], values["draft_group"]
     return values
 
 

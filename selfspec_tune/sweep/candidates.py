@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from selfspec_tune.artifact import EXIT_HEAD_FILE
-from selfspec_tune.config import SweepConfig
+from selfspec_tune.config import DraftGroup, SweepConfig
 from selfspec_tune.decode.drafters import Drafter
 from selfspec_tune.decode.drafters.hybrid import HybridDrafter
-from selfspec_tune.decode.drafters.low_precision import BITS
 from selfspec_tune.decode.drafters.make import DraftSettings, make_drafter
 from selfspec_tune.decode.engine import Engine, Request
 from selfspec_tune.decode.policy import CostPolicy, DraftCosts, Policy
@@ -154,7 +153,8 @@ class Trials:
         asked, found = self.config.drafters, [layer_skip] if layer_skip else []
         plain = [DraftSettings("copy")] if "copy" in asked else []
         if "low-precision" in asked:
-            plain += [DraftSettings("low-precision", draft_bits=bits) for bits in BITS]
+            plain += [DraftSettings("low-precision", draft_group=int(group)) for group in get_args(DraftGroup)]
+            plain += [DraftSettings("low-precision", draft_bits=8)]
         if "exit-head" in asked and self._has_exit_head():
             plain.append(DraftSettings("exit-head"))
         for settings in plain:

@@ -25,12 +25,12 @@ def engine_for(dtype: torch.dtype = torch.float32, batch_size: int = 1, **settin
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits, exit_layer", [(8, None), (4, None), (4, 3)])
-def test_greedy_equals_plain_bit_for_bit(dtype, bits, exit_layer):
+@pytest.mark.parametrize("bits, exit_layer, group", [(8, None, 32), (4, None, 32), (4, 3, 32), (4, None, 64)])
+def test_greedy_equals_plain_bit_for_bit(dtype, bits, exit_layer, group):
     engine = engine_for(dtype, batch_size=3)
     requests = [Request(str(i), prompt, 60 - 10 * i) for i, prompt in enumerate(PROMPTS)]
     plain, _ = engine.generate(requests, GREEDY)
-    drafter = LowPrecisionDrafter(engine.decoder, bits, exit_layer=exit_layer)
+    drafter = LowPrecisionDrafter(engine.decoder, bits, exit_layer=exit_layer, group=group)
     for k in (1, 4, 8):
         drafted, stats = engine.generate(requests, GREEDY, drafter, DraftPolicy(k))
         assert stats.accepted > 0

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from selfspec_kernels import PackedWeight, compiled, pack, packable
+from selfspec_kernels import GROUP, GROUPS, PackedWeight, compiled, pack, packable
 from torch import Tensor
 
 from selfspec_tune.decode.drafters import ChooseToken, Draft, Drafter, Enough, Source, never
@@ -31,6 +31,7 @@ class LowPrecisionDrafter(Drafter):
         bits: of the layers' weights, 4 or 8.
         head_bits: of the head's; default: `bits`.
         exit_layer: E; None for all layers.
+        group: weights that share a scale in 4 bits, 32 or 64.
         vocab: [N] ids the draft may propose, see `DraftHead`; None for all.
 
     Attributes:
@@ -50,6 +51,8 @@ class LowPrecisionDrafter(Drafter):
         head_bits: int | None = None,
         exit_layer: int | None = None,
         vocab: Tensor | None = None,
+        *,
+        group: int = GROUP,
     ) -> None:
         head_bits = bits if head_bits is None else head_bits
         for value in (bits, head_bits):
@@ -64,7 +67,9 @@ class LowPrecisionDrafter(Drafter):
                 allowed="a CPU with float32 or bfloat16 weights, and numba",
                 command="pip install 'selfspec[cpu]', or another --drafter",
             )
-        self.decoder, self.exit_layer = decoder, exit_layer
+        if group not in GROUPS:
+            raise UserError("no such group of weights", got=group, allowed="32, 64", command="--draft-group 32")
+        self.decoder, self.exit_layer, self.group = decoder, exit_layer, group
         self.unpacked: list[str] = []
         check_memory(estimate_bytes(decoder, bits, head_bits, exit_layer, None if vocab is None else len(vocab)))
         last = exit_layer or decoder.num_layers
@@ -103,11 +108,11 @@ class LowPrecisionDrafter(Drafter):
 
     def _packer(self, bits: int) -> Any:
         def packed(weight: Tensor, name: str) -> Tensor | PackedWeight:
-            reason = packable(weight, bits)
+            reason = packable(weight, bits, self.group)
             if reason:
                 self.unpacked.append(f"{name}: {reason}")
                 return weight
-            return pack(weight, bits)
+            return pack(weight, bits, self.group)
 
         return packed
 

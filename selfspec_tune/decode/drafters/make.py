@@ -26,6 +26,7 @@ class DraftSettings:
     Attributes:
         exit_layer: E; None where the drafter needs none (low-precision: all layers).
         draft_bits, draft_head_bits: low-precision: bits of the layers' and of the head's weights (None: the same).
+        draft_group: low-precision: weights that share a scale in 4 bits.
         hybrid_with: hybrid: the drafter beside `copy`.
         draft_vocab: draft only so many of the most frequent tokens; None for all.
     """
@@ -34,6 +35,7 @@ class DraftSettings:
     exit_layer: int | None = None
     draft_bits: int = 4
     draft_head_bits: int | None = None
+    draft_group: int = 32
     hybrid_with: config.HybridWith = "low-precision"
     draft_vocab: int | None = None
 
@@ -69,6 +71,7 @@ class DraftSettings:
         words = [self.drafter, f"E={self.exit_layer}" if self.exit_layer is not None else ""]
         if self.drafter == "low-precision":
             words.append(f"{self.draft_bits}-bit")
+            words.append(f"group {self.draft_group}" if self.draft_bits == 4 and self.draft_group != 32 else "")
             words.append(f"head {self.draft_head_bits}-bit" if self.draft_head_bits else "")
         words.append(f"N={self.draft_vocab}" if self.draft_vocab is not None else "")
         return " ".join(word for word in words if word)
@@ -92,7 +95,8 @@ def make_drafter(settings: DraftSettings, decoder: LayeredDecoder, model: str) -
     if settings.drafter == "layer-skip":
         return LayerSkipDrafter(decoder, int(exit_layer or 0), vocab)
     if settings.drafter == "low-precision":
-        return LowPrecisionDrafter(decoder, settings.draft_bits, settings.draft_head_bits, exit_layer, vocab)
+        bits, head_bits, group = settings.draft_bits, settings.draft_head_bits, settings.draft_group
+        return LowPrecisionDrafter(decoder, bits, head_bits, exit_layer, vocab, group=group)
     directory = checkpoint_dir(model)
     if directory is None:
         raise UserError("an exit head stands beside a checkpoint", got=model, allowed="a checkpoint directory")
