@@ -53,7 +53,7 @@ def main() -> int:
             pieces[f"{name} {count}"] = partial(multiply, weights, inputs[count])
     times = sample_in_turn(pieces, options.repeats)
 
-    print(f"| weights | MB | {' | '.join(f'{count} rows' for count in counts)} |\n|{'---|' * (len(counts) + 2)}")
+    print(f"| weights | MB | {' | '.join(f'rows: {count}' for count in counts)} |\n|{'---|' * (len(counts) + 2)}")
     for name in ("torch", *formats):
         bytes_read = sum(w.num_bytes if isinstance(w, PackedWeight) else w.nbytes for w in formats.get(name, full))
         cells = [cell(times[f"{name} {count}"], times["unit"]) for count in counts]
