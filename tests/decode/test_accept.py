@@ -5,6 +5,7 @@ False-alarm probability of each chi-square test: 1e-6 per case (seeds are fixed,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,17 @@ from tiny import tiny_model
 from selfspec_tune.decode import accept
 from selfspec_tune.decode import engine as engine_module
 from selfspec_tune.decode.accept import accept_matching, accept_ratio
+from selfspec_tune.decode.drafters import Drafter
+from selfspec_tune.decode.drafters.exit_head import ExitHeadDrafter
+from selfspec_tune.decode.drafters.hybrid import HybridDrafter
+from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
+from selfspec_tune.decode.drafters.low_precision import LowPrecisionDrafter
+from selfspec_tune.decode.drafters.prompt_lookup import PromptLookupDrafter
+from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.policy import DraftPolicy
 from selfspec_tune.decode.sampling import SamplingParams, distribution, draw
+from selfspec_tune.model.decoder import LayeredDecoder
+from selfspec_tune.model.exit_head import ExitHead
 
 DRAWS = 120_000
 FALSE_ALARM = 1e-6
@@ -128,34 +139,43 @@ class TestFaultsTheChiSquareTestMustCatch:
         assert not fits(SamplingParams(1.0), "sometimes")
 
 
-@pytest.mark.parametrize("vocab", [None, [0, 2, 3, 7]], ids=["all-tokens", "some-tokens"])
-def test_two_token_sequences_of_the_engine_follow_the_target(vocab):
-    """The whole engine, 4,000 requests in batches: joint distribution of the first two tokens of a tiny model."""
-    from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
-    from selfspec_tune.decode.engine import Engine, Request
-    from selfspec_tune.decode.policy import DraftPolicy
-    from selfspec_tune.model.decoder import LayeredDecoder
+SOME = torch.tensor([0, 2, 3, 7])
+SAMPLED: dict[str, Callable[[LayeredDecoder], Drafter]] = {
+    "layer-skip": lambda decoder: LayerSkipDrafter(decoder, 2),
+    "layer-skip, some tokens": lambda decoder: LayerSkipDrafter(decoder, 2, SOME),
+    "exit-head": lambda decoder: ExitHeadDrafter(decoder, ExitHead(decoder.model, 3, decoder.dtype)),
+    "low-precision": lambda decoder: LowPrecisionDrafter(decoder, 4),
+    "copy": lambda decoder: PromptLookupDrafter(),
+    "hybrid": lambda decoder: HybridDrafter(PromptLookupDrafter(), LowPrecisionDrafter(decoder, 4, exit_layer=3)),
+}
 
-    batch, batches = 200, 20
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_two_token_sequences_of_the_engine_follow_the_target(name):
+    """The whole engine, 4,000 requests in batches: joint distribution of the first two tokens of a tiny model.
+
+    The prompt repeats itself, so that there is something to copy after some first tokens.
+    """
+    batch, batches, prompt = 200, 20, [1, 2, 3, 1, 2, 4, 1, 2]
     decoder = LayeredDecoder(
         tiny_model(late=0.6, vocab_size=12, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     )
+    params, drafter = SamplingParams(0.9, top_k=5), SAMPLED[name](decoder)
     engine = Engine(decoder, numerics="fast", batch_size=batch)
-    params, drafter = SamplingParams(0.9, top_k=5), LayerSkipDrafter(decoder, 2, vocab and torch.tensor(vocab))
     counts = torch.zeros(12, 12, dtype=torch.double)
     accepted = 0
     for index in range(batches):
-        requests = [Request(f"{index}-{row}", [1, 2, 3], 3) for row in range(batch)]
+        requests = [Request(f"{index}-{row}", prompt, 3) for row in range(batch)]
         completions, stats = engine.generate(requests, params, drafter, DraftPolicy(2))
         accepted += stats.accepted
         for completion in completions:
             counts[completion.token_ids[0], completion.token_ids[1]] += 1
     assert 0 < accepted < 2 * batch * batches
     with torch.inference_mode():
-        sequences = torch.tensor([[1, 2, 3, token] for token in range(12)])
+        sequences = torch.tensor([[*prompt, token] for token in range(12)])
         logits = decoder.model(sequences, attention_mask=torch.ones_like(sequences)).logits
-    first = distribution(logits[0, 2], params).double()
-    second = distribution(logits[:, 3], params).double()
+    first = distribution(logits[0, len(prompt) - 1], params).double()
+    second = distribution(logits[:, len(prompt)], params).double()
     assert chi_square_passes(counts.flatten(), (first[:, None] * second).flatten())
 
 
