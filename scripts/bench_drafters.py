@@ -1,12 +1,12 @@
 """Compare drafters by domain: acceptance, costs, predicted and measured speed-up over plain decoding.
 
-One process; every prompt is decoded plainly and with each drafter in turn, so that a busy machine slows all alike. The
-speed-up is the median over prompts of plain ÷ drafted seconds per token, prefill left out, with its quartiles; the
-prediction follows from what was drafted and accepted and from costs timed before, so it is free of noise. A file of
-prompts is a domain, named by its stem; the domains alternate, prompt by prompt. Greedy tokens are compared.
+One process; every prompt is decoded with a drafter, plainly, and with another in turn, so that a busy machine slows all
+alike. The speed-up is the median over prompts of plain ÷ drafted seconds per token, prefill left out, with its
+quartiles; the prediction follows from what was drafted and accepted and from costs timed before, free of noise.
+A file of prompts is a domain, named by its stem; the domains alternate, prompt by prompt. Greedy tokens are compared.
 
-A drafter may be named with a policy of its own, as in low-precision-4:fixed-2, and low-precision-4-v8192 drafts only
-the 8,192 tokens that `selfspec draft-vocab` found most frequent.
+A drafter may be named with a policy of its own, as in low-precision-4:fixed-2; hybrid-8 copies, and drafts in 8 bits
+where there is nothing to copy; low-precision-4-v8192 drafts the 8,192 most frequent tokens (`selfspec draft-vocab`).
 
     python scripts/bench_drafters.py MODEL --prompts code.jsonl --prompts chat.jsonl [--drafters copy,low-precision-4]
         [--k-policy cost] [--num-prompts 4] [--max-new-tokens 64] [--temperature 0] [--dtype auto] [--raw] [--json]
@@ -99,13 +99,12 @@ def make_arm(name: str, engine: Engine, options: argparse.Namespace, known: dict
 
 
 def read_settings(label: str, exit_layer: int | None) -> DraftSettings:
-    """Turn a name such as low-precision-8 or layer-skip-v4096 into settings."""
+    """Turn a name such as low-precision-8, hybrid-8 or layer-skip-v4096 into settings."""
     label, _, vocab = label.partition("-v")
-    kind, _, bits = label.partition("-precision-")
-    drafter: Any = "low-precision" if bits else kind
-    return DraftSettings(
-        drafter, exit_layer, draft_bits=8 if bits == "8" else 4, draft_vocab=int(vocab) if vocab else None
-    )
+    drafter: Any = label.removesuffix("-8").removesuffix("-4")
+    bits = 8 if label.endswith("-8") else 4
+    exit_layer = exit_layer if drafter == "layer-skip" else None
+    return DraftSettings(drafter, exit_layer, draft_bits=bits, draft_vocab=int(vocab) if vocab else None)
 
 
 def make_policy(name: str, costs: dict[str, DraftCosts], k: int) -> Policy:
@@ -136,11 +135,15 @@ def main() -> int:
     arms = {name: make_arm(name, engine, options, known) for name in options.drafters.split(",")}
     for number, (domain, request) in enumerate(prompts):
         print(f"{number + 1}/{len(prompts)} {domain}", file=sys.stderr, flush=True)
-        for arm in arms.values():
+        # Two arms share the plain run between them, and change places from prompt to prompt.
+        order = list(arms.values())[:: 1 - 2 * (number % 2)]
+        for pair in (order[start : start + 2] for start in range(0, len(order), 2)):
+            runs = [engine.generate([request], params, pair[0].drafter, pair[0].policy)]
             [plain], plain_stats = engine.generate([request], params)
-            [drafted], stats = engine.generate([request], params, arm.drafter, arm.policy)
-            arm.different += params.greedy and plain.token_ids != drafted.token_ids
-            arm.add(domain, plain_stats, stats)
+            runs += [engine.generate([request], params, arm.drafter, arm.policy) for arm in pair[1:]]
+            for arm, ([drafted], stats) in zip(pair, runs, strict=True):
+                arm.different += params.greedy and plain.token_ids != drafted.token_ids
+                arm.add(domain, plain_stats, stats)
     domains = [*dict.fromkeys(domain for domain, _ in prompts), ""]
     rows = {name: {domain or "all": arm.row(domain) for domain in domains} for name, arm in arms.items()}
     different = sum(arm.different for arm in arms.values())
