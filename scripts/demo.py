@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from demo_table import print_table  # type: ignore[import-not-found]  # found beside this script when it runs
+from demo_table import layer_skip, print_table  # type: ignore[import-not-found]  # beside this script when it runs
 
 from selfspec_tune.artifact import FILE_NAME, fingerprint
 from selfspec_tune.errors import UserError
@@ -147,11 +147,6 @@ def file_sum(*paths: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def layer_skip(sweep: Json) -> Json | None:
-    """Return the best setting of layer skip that the sweep found, None where there is none."""
-    return next((c for c in sweep.get("candidates") or [] if c.get("drafter") == "layer-skip"), None)
-
-
 def decode_in_turn(steps: Steps, model: Path, prompts: Path, sweep: Json, inputs: Json) -> Json:
     """Decode the same prompts plainly, as the sweep chose, and with trained layer skip forced; compare the texts.
 
@@ -212,7 +207,7 @@ def chain(options: argparse.Namespace) -> dict[str, Json]:
     # The sweep writes the artifact anew; the verdict of regress has to be put into it again.
     results["sweep"] = steps.run("sweep-exit", command, inputs, [trained / FILE_NAME], outdates=["regress"])
     command = ["regress", trained, "--base", model, "--text", heldout, "--prompts", prompts, "--raw", "--json"]
-    command += ["--num-prompts", "4", "--max-new-tokens", "48", "--exit-layers", "10,20", "--num-draft-tokens", "3"]
+    command += ["--num-prompts", "4", "--max-new-tokens", "48", "--num-draft-tokens", "3"]
     command += ["--max-documents", "24"]
     inputs = {**inputs, "sweep": results["sweep"].get("artifact")}
     results["regress"] = steps.run("regress", command, inputs, [trained / FILE_NAME])

@@ -119,10 +119,14 @@ def honest_words(results: Json) -> list[str]:
     return [sentence for sentence in words if sentence]
 
 
+def layer_skip(sweep: Json) -> Json | None:
+    """Return the best setting of layer skip that the sweep found, None where there is none."""
+    return next((c for c in _get(sweep, "candidates") or [] if c.get("drafter") == "layer-skip"), None)
+
+
 def _layer_skip(results: Json) -> str:
     """Say what trained layer skip lacks where it does not pay: a round must emit as many tokens as plain steps cost."""
-    candidates = _get(results, "sweep", "candidates") or []
-    best = next((c for c in candidates if c.get("drafter") == "layer-skip"), None)
+    best = layer_skip(_get(results, "sweep") or {})
     if best is None or not isinstance(best.get("speedup_predicted"), int | float) or best["speedup_predicted"] >= 1:
         return ""
     cost = _ratio(best.get("tokens_per_round"), best["speedup_predicted"])

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from selfspec_tune.config import Drafter, KPolicy, Numerics
+from selfspec_tune.config import MAX_DRAFT_TOKENS, Drafter, HybridWith, KPolicy, Numerics
 from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_json, write_json
 
@@ -27,7 +29,7 @@ class Artifact:
     """The contents of `selfspec.json`; names as in the glossary of the README.
 
     Attributes:
-        draft: what makes the drafter besides its name and exit layer: draft_bits, draft_head_bits, hybrid_with.
+        draft: what makes the drafter besides its name and exit layer, see `DRAFT_FIELDS`.
         costs: by drafter (a hybrid's two parts), what the cost policy needs: alpha, cost_ratio, verify_ratio for
             1, 2, … drafted tokens, overhead; in plain steps on the machine of `measured_on`.
     """
@@ -135,20 +137,66 @@ def _validate(path: Path, artifact: Artifact, again: str) -> None:
         if getattr(artifact, name) not in values:
             got = getattr(artifact, name)
             raise UserError(f"{path}: {name} is unknown", got=got, allowed=", ".join(values), command=again)
+    for name in ("draft", "costs", "measured_on", "eval_set"):
+        if not isinstance(getattr(artifact, name), dict):
+            raise UserError(f"{path}: {name} is no object", got=getattr(artifact, name), allowed="{...}", command=again)
+    k_max = artifact.k_max
+    if not _is_count(k_max, MAX_DRAFT_TOKENS):
+        raise UserError(f"{path}: k_max is out of range", got=k_max, allowed=f"1..{MAX_DRAFT_TOKENS}", command=again)
+    if not all(_is_cost(value) for value in artifact.costs.values()):
+        raise UserError(f"{path}: costs cannot be read", got=artifact.costs, command=again)
+    unfit = {name: value for name, value in artifact.draft.items() if not DRAFT_FIELDS.get(name, _never)(value)}
+    if unfit:
+        raise UserError(f"{path}: draft is unknown", got=unfit, allowed=", ".join(DRAFT_FIELDS), command=again)
     if not artifact.enabled:
         return
     exit_layer, k = artifact.exit_layer, artifact.num_draft_tokens
     needs_exit = "layer-skip" in (artifact.drafter, artifact.draft.get("hybrid_with"))
-    if (exit_layer is not None or needs_exit) and (
-        not isinstance(exit_layer, int)
-        or not isinstance(artifact.num_layers, int)
-        or not 1 <= exit_layer < artifact.num_layers
-    ):
+    most = artifact.num_layers if isinstance(artifact.num_layers, int) else 0
+    if (exit_layer is not None or needs_exit) and not _is_count(exit_layer, most - 1):
         raise UserError(
             f"{path}: exit_layer is out of range",
             got=exit_layer,
             allowed=f"1..{artifact.num_layers - 1}",
             command=again,
         )
-    if not isinstance(k, int) or k < 1:
-        raise UserError(f"{path}: num_draft_tokens is out of range", got=k, allowed="1 or more", command=again)
+    if not _is_count(k, MAX_DRAFT_TOKENS):
+        counts = f"1..{MAX_DRAFT_TOKENS}"
+        raise UserError(f"{path}: num_draft_tokens is out of range", got=k, allowed=counts, command=again)
+
+
+def _never(value: Any) -> bool:
+    return False
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
+
+def _is_cost(value: Any) -> bool:
+    """Whether a value of `costs` can be what the cost policy reckons with."""
+
+    def is_number(number: Any, least: float, most: float = math.inf) -> bool:
+        return isinstance(number, int | float) and least <= number <= most and math.isfinite(number)
+
+    if not isinstance(value, dict) or set(value) != {"alpha", "cost_ratio", "verify_ratio", "overhead"}:
+        return False
+    verify, alpha = value["verify_ratio"], value["alpha"]
+    return (
+        is_number(value["cost_ratio"], 0)
+        and is_number(value["overhead"], 0)
+        and isinstance(verify, list)
+        and 1 <= len(verify) <= MAX_DRAFT_TOKENS
+        and all(is_number(each, 1e-6) for each in verify)
+        and (alpha is None or is_number(alpha, 0, 1))
+    )
+
+
+DRAFT_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "draft_bits": lambda value: value in (4, 8),
+    "draft_head_bits": lambda value: value in (None, 4, 8),
+    "draft_group": lambda value: value in (32, 64),
+    "hybrid_with": lambda value: value in get_args(HybridWith),
+    "draft_vocab": lambda value: value is None or _is_count(value, 1 << 31),
+}
+"""What `draft` may hold, by name."""

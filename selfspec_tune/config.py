@@ -288,7 +288,7 @@ class RegressConfig(PromptConfig):
     exit_layers: tuple[int, ...] = ()
     """Exit layers of layer skip tested. Default: the drafter in selfspec.json, else four exits over the depth."""
     num_draft_tokens: tuple[int, ...] = ()
-    """Draft lengths tested. Default: the one in selfspec.json, else 1, 3 and 7."""
+    """Draft lengths tested. Default: 1 and those of selfspec.json, k and k_max, else 1, 3 and 7."""
     numerics: Numerics = "exact"
     """Numerics to test losslessness in."""
     json: bool = False

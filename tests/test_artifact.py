@@ -11,6 +11,8 @@ from selfspec_tune import artifact as artifacts
 from selfspec_tune.artifact import Artifact
 from selfspec_tune.errors import UserError
 
+COSTS = {"alpha": None, "cost_ratio": 0.0, "verify_ratio": [1.1, 1.2], "overhead": 0.01}
+
 
 @pytest.fixture
 def saved(save_tiny, tmp_path):
@@ -59,6 +61,26 @@ def test_other_weights_or_another_config_are_noticed(saved):
         ({"drafter": "magic"}, "drafter is unknown"),
         ({"numerics": "roughly"}, "numerics is unknown"),
         ({"schema_version": 2}, "unknown schema"),
+        ({"num_draft_tokens": 100}, "num_draft_tokens is out of range"),
+        ({"k_max": None}, "k_max is out of range"),
+        ({"k_max": 9}, "k_max is out of range"),
+        ({"k_policy": "often"}, "k_policy is unknown"),
+        ({"draft": None}, "draft is no object"),
+        ({"measured_on": None}, "measured_on is no object"),
+        ({"costs": []}, "costs is no object"),
+        ({"draft": {"bits": 4}}, "draft is unknown"),
+        ({"draft": {"draft_bits": 5}}, "draft is unknown"),
+        ({"draft": {"hybrid_with": "copy"}}, "draft is unknown"),
+        ({"draft": {"draft_vocab": "4096"}}, "draft is unknown"),
+        (
+            {"drafter": "hybrid", "exit_layer": None, "draft": {"hybrid_with": "layer-skip"}},
+            "exit_layer is out of range",
+        ),
+        ({"costs": {"copy": {"alpha": 1}}}, "costs cannot be read"),
+        ({"costs": {"copy": {**COSTS, "overhead": None}}}, "costs cannot be read"),
+        ({"costs": {"copy": {**COSTS, "verify_ratio": [1.0, 0.0]}}}, "costs cannot be read"),
+        ({"costs": {"copy": {**COSTS, "cost_ratio": float("nan")}}}, "costs cannot be read"),
+        ({"costs": {"copy": {**COSTS, "alpha": 2}}}, "costs cannot be read"),
     ],
 )
 def test_what_cannot_be_decoded_with_is_refused(saved, changes, message):
@@ -75,3 +97,11 @@ def test_unknown_fields_are_refused(saved):
     path.write_text(json.dumps({**json.loads(path.read_text()), "extra": 1}))
     with pytest.raises(UserError, match="unknown fields"):
         artifacts.read(directory)
+
+
+def test_every_drafter_may_stand_in_it(saved):
+    directory, value = saved
+    for drafter, draft in (("copy", {}), ("low-precision", {"draft_bits": 8, "draft_vocab": 100}), ("hybrid", {})):
+        written = replace(value, drafter=drafter, exit_layer=None, draft=draft, costs={"copy": COSTS})
+        artifacts.write(directory, written)
+        assert artifacts.read(directory) == written

@@ -39,7 +39,7 @@ def decode(
 
         selfspec decode ./my-model --prompt "def fib(n):" --raw --exit-layer 8 --num-draft-tokens 3 --json
 
-        selfspec decode ./my-model --prompt-file report.txt --drafter hybrid --k-policy cost
+        selfspec decode ./my-model --prompt-file report.txt --drafter hybrid
     """
     options = config.build(config.DecodeConfig, flags)
     _check_sources(options)

@@ -86,7 +86,7 @@ def check_options(config: configs.SweepConfig) -> None:
             command="selfspec sweep-exit MODEL --prompts PROMPTS.jsonl",
         )
     for name in ("num_prompts", "max_draft_tokens", "context_length", "repeats", "confirm"):
-        least = 0 if name == "confirm" else 1
+        least = {"confirm": 0, "context_length": 16}.get(name, 1)
         if getattr(config, name) < least:
             flag = "--" + name.replace("_", "-")
             raise UserError(f"{flag} is too small", got=getattr(config, name), allowed=f"{least} or more")
@@ -120,7 +120,8 @@ def _print(result: Sweep, config: configs.SweepConfig) -> None:
     by_exit: dict[int, list[Cell]] = {}
     for cell in result.cells:
         by_exit.setdefault(cell.exit_layer, []).append(cell)
-    always = {int(artifact.exit_layer or 1)} | ({better.exit_layer} if better else set())
+    always = {artifact.exit_layer} if artifact.exit_layer else set()
+    always |= {better.exit_layer} if better else set()
     rows = shown_exits(artifact.num_layers, MAP_ROWS, always)
     for title, score in (
         ("textbook score E(k)/(c·k + 1)", lambda cell: cell.speedup_model),
@@ -177,7 +178,8 @@ def _print_candidates(result: Sweep) -> None:
         ["", "k", "α", "c", "v", "tokens", "cost", "predicted", "measured"],
         lines,
         caption="k: mean. tokens, cost: of a step, plain ones among them, in tokens and plain steps. measured: against "
-        "plain decoding in turn, on other prompts, with --k-policy cost; ± half the quartiles' span. N: tokens drafted",
+        "plain decoding in turn, on other prompts, with --k-policy cost; ± half the quartiles' span. N: tokens that a "
+        "draft may propose",
     )
     for confirmed in result.confirmed:
         if confirmed.identical is False:

@@ -265,7 +265,9 @@ class _Run:
         counts, drafts, nexts = accepted.tolist(), drafted.tolist(), following.tolist()
         for row in active:
             count, k = counts[row], drafted.shape[1]
-            if source is not None:
+            if source is None:
+                self.stats.plain_steps += 1
+            else:
                 self.stats.count_round(source.drafter, k, count)
                 self.policy.observe(source, k, count)
             cache.committed[row] += count + 1

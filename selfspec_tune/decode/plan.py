@@ -33,7 +33,6 @@ class Choice:
     Attributes:
         settings: what drafts; None decodes plainly.
         num_draft_tokens: k; of the cost policy the most.
-        round_cost: what a round costs by `selfspec.json`, for the fixed policy; None where that is not known.
         as_measured: whether `selfspec.json`'s costs are of these settings, numerics and batch size.
     """
 
@@ -41,7 +40,6 @@ class Choice:
     num_draft_tokens: int
     k_policy: str
     numerics: str
-    round_cost: float | None = None
     as_measured: bool = False
     reason: str = ""
     notices: list[str] = field(default_factory=list)
@@ -93,7 +91,7 @@ def choose(artifact: Artifact | None, options: DecodeConfig, model: str) -> Choi
     numerics = options.numerics or (artifact.numerics if artifact else "exact")
     k = options.num_draft_tokens
     if options.no_speculation:
-        if any(value is not None for value in (options.drafter, options.exit_layer, k, options.draft_vocab)):
+        if options.drafter is not None or options.exit_layer is not None or _draft_flags(options):
             raise UserError("--no-speculation and a draft were both asked for", allowed="one of them")
         reason = "speculation switched off by --no-speculation"
         return Choice(None, 0, "fixed", numerics, reason=reason, notices=notices)
@@ -107,35 +105,38 @@ def choose(artifact: Artifact | None, options: DecodeConfig, model: str) -> Choi
     settings = _settings(known, options, enabled=enabled, model=model)
     if artifact and not enabled:
         notices.append(f"speculating because of flags, although selfspec.json says: {artifact.reason}")
-    as_measured, round_cost = False, None
+    as_measured = False
+    k_policy = options.k_policy or ("fixed" if k is not None else artifact.k_policy if artifact and enabled else "cost")
     if artifact and enabled and known is not None:
         pairs: dict[str, tuple[Any, Any]] = {"drafter": (settings.drafter, known.drafter)}
         if settings.drafter == known.drafter:
             theirs = _shown(known)
-            pairs |= {name: (value, theirs.get(name)) for name, value in _shown(settings).items()}
+            pairs |= {
+                name: (value, "default" if theirs[name] is None else theirs[name])
+                for name, value in _shown(settings).items()
+            }
             pairs["num_draft_tokens"] = (k, artifact.num_draft_tokens)
-        pairs["k_policy"] = (options.k_policy, artifact.k_policy)
+        pairs["k_policy"] = (k_policy, artifact.k_policy)
         notices += _overrides(pairs)
         as_measured = (settings, numerics, options.batch_size) == (known, artifact.numerics, artifact.batch_size)
-    k_policy = options.k_policy or ("fixed" if k is not None else artifact.k_policy if artifact and enabled else "cost")
-    if k_policy == "cost":
-        most = artifact.k_max if artifact and as_measured else MAX_DRAFT_TOKENS
-        return Choice(settings, k or most, k_policy, numerics, None, as_measured, notices=notices)
-    if artifact and as_measured:
-        same_k = k in (None, artifact.num_draft_tokens)
-        k = k or artifact.num_draft_tokens
-        if same_k and artifact.cost_ratio is not None and artifact.verify_ratio is not None:
-            round_cost = artifact.cost_ratio * int(k or 0) + artifact.verify_ratio
-    k = k or DEFAULT_NUM_DRAFT_TOKENS
-    return Choice(settings, k, k_policy, numerics, round_cost, as_measured, notices=notices)
+    if k is None and as_measured and artifact:
+        k = artifact.k_max if k_policy == "cost" else artifact.num_draft_tokens
+    k = k or (MAX_DRAFT_TOKENS if k_policy == "cost" else DEFAULT_NUM_DRAFT_TOKENS)
+    return Choice(settings, k, k_policy, numerics, as_measured, notices=notices)
+
+
+def _draft_flags(options: DecodeConfig) -> dict[str, Any]:
+    """Return the flags given that only say something about a draft, besides its name and exit layer."""
+    names = ("num_draft_tokens", "draft_vocab", "draft_bits", "draft_head_bits", "draft_group", "hybrid_with")
+    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
 def _plain(artifact: Artifact | None, options: DecodeConfig, model: str, numerics: str, notices: list[str]) -> Choice:
     """Decode plainly because nobody said how to draft."""
     advice = f"selfspec sweep-exit {model} --prompts PROMPTS.jsonl"
-    for flag, value in (("num-draft-tokens", options.num_draft_tokens), ("draft-vocab", options.draft_vocab)):
-        if value is not None:
-            raise UserError(f"--{flag} needs a draft", got=value, command=f"--exit-layer E, --drafter D, or {advice}")
+    for name, value in _draft_flags(options).items():
+        flag = "--" + name.replace("_", "-")
+        raise UserError(f"{flag} needs a draft", got=value, command=f"--exit-layer E, --drafter D, or {advice}")
     if artifact is None:
         notices.append(f"decoding plainly: no selfspec.json beside the checkpoint. To get one: {advice}")
     else:
@@ -161,13 +162,17 @@ def _settings(known: DraftSettings | None, options: DecodeConfig, *, enabled: bo
         "exit_layer": exit_layer,
     }
     settings = replace(base, **{name: value for name, value in changes.items() if value is not None})
+    for name in _draft_flags(options):
+        if name not in _shown(settings) and name != "num_draft_tokens":
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} has no effect with --drafter {drafter}", command="leave it out")
     layered = settings.parts[-1].drafter
     if exit_layer is not None and layered in ("copy", "exit-head"):
         raise UserError(f"--exit-layer has no effect with --drafter {drafter}", got=exit_layer, command="leave it out")
     if layered == "layer-skip" and settings.exit_layer is None:
         settings = replace(settings, exit_layer=known.exit_layer if known else None)
     if layered == "layer-skip" and settings.exit_layer is None:
-        advice = f"--exit-layer E, or selfspec sweep-exit {model} --prompts PROMPTS.jsonl"
+        advice = f"--exit-layer E, or selfspec sweep-exit {model} --drafters layer-skip --prompts PROMPTS.jsonl"
         flag = "--hybrid-with" if drafter == "hybrid" else "--drafter"
         raise UserError(f"{flag} layer-skip needs an exit layer", command=advice)
     return settings
@@ -180,6 +185,8 @@ def _shown(settings: DraftSettings) -> dict[str, object]:
         del values["hybrid_with"]
     if settings.parts[-1].drafter != "low-precision":
         del values["draft_bits"], values["draft_head_bits"], values["draft_group"]
+    if settings.drafter == "copy":
+        del values["draft_vocab"]
     return values
 
 
@@ -199,17 +206,22 @@ def make_policy(
     artifact: Artifact | None = None,
     progress: Progress = silent,
 ) -> Policy:
-    """Make the policy chosen; `cost` takes its costs from `selfspec.json`, else times the drafters (some seconds)."""
+    """Make the policy chosen, with the costs in `selfspec.json` where they are of this; `cost` else times the drafters.
+
+    That takes some seconds. Without costs `fixed` never stops drafting.
+    """
     if choice.k_policy == "window":
         return WindowPolicy(choice.num_draft_tokens)
-    if choice.k_policy == "fixed":
-        return DraftPolicy(choice.num_draft_tokens, choice.round_cost)
     names = [part.name for part in drafter.parts()]
-    known = KnownCosts.of(artifact) if artifact and choice.as_measured else None
-    if artifact and known is not None and set(names) <= set(known.costs):
-        others = measured_elsewhere(artifact, engine.decoder)
-        if not others:
-            return CostPolicy(known.costs, known.alphas, choice.num_draft_tokens)
+    known = KnownCosts.of(artifact) if artifact and choice.as_measured and set(names) <= set(artifact.costs) else None
+    others = measured_elsewhere(artifact, engine.decoder) if artifact and known else ""
+    if choice.k_policy == "fixed":
+        [name, *rest], k = names, choice.num_draft_tokens
+        usable = known is not None and not others and not rest and k <= len(known.costs[name].verify_ratio)
+        return DraftPolicy(k, known.costs[name].round(k) if known and usable else None)
+    if known and not others:
+        return CostPolicy(known.costs, known.alphas, choice.num_draft_tokens)
+    if others:
         choice.notices.append(f"costs are timed anew: selfspec.json's were measured with {others}")
     costs = {part.name: draft_costs(engine, part, progress=progress) for part in drafter.parts()}
     return CostPolicy(costs, known.alphas if known else None, choice.num_draft_tokens)

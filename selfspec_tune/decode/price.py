@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +21,6 @@ from selfspec_tune.decode.drafters import Draft, Drafter, Source
 from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftCosts
 from selfspec_tune.decode.verify import step_plain, verify
-from selfspec_tune.errors import UserError
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.model.rows import ANY_ROWS, RowCounts
@@ -68,22 +70,14 @@ class KnownCosts:
 
     @classmethod
     def of(cls, artifact: Artifact) -> KnownCosts:
-        """Read the field `costs`; UserError where it is broken."""
-        try:
-            costs = {
-                name: DraftCosts(
-                    float(value["cost_ratio"]), tuple(map(float, value["verify_ratio"])), value["overhead"]
-                )
-                for name, value in artifact.costs.items()
-            }
-            alphas = {
-                name: float(value["alpha"]) for name, value in artifact.costs.items() if value["alpha"] is not None
-            }
-            return cls(costs, alphas)
-        except (KeyError, TypeError, ValueError):
-            raise UserError(
-                "selfspec.json: costs cannot be read", got=artifact.costs, command="selfspec sweep-exit MODEL"
-            ) from None
+        """Read the field `costs`."""
+        costs = {
+            name: DraftCosts(value["cost_ratio"], tuple(value["verify_ratio"]), value["overhead"])
+            for name, value in artifact.costs.items()
+        }
+        return cls(
+            costs, {name: value["alpha"] for name, value in artifact.costs.items() if value["alpha"] is not None}
+        )
 
     def to_artifact(self) -> dict[str, dict[str, Any]]:
         """Return the field `costs`."""
@@ -93,21 +87,39 @@ class KnownCosts:
         }
 
 
-def environment(decoder: LayeredDecoder) -> dict[str, Any]:
-    """Return what costs depend on besides the model and the versions of libraries: device, dtype and threads."""
-    cuda = decoder.device.type == "cuda"
+def measured_on(decoder: LayeredDecoder) -> dict[str, Any]:
+    """Return what costs depend on besides the model: device, dtype, threads and versions of libraries."""
     return {
-        "device": torch.cuda.get_device_name(decoder.device) if cuda else str(decoder.device),
+        "device": torch.cuda.get_device_name(decoder.device) if decoder.device.type == "cuda" else _processor(),
         "dtype": str(decoder.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        **{package: _version(package) for package in ("transformers", "triton", "numba")},
     }
 
 
 def measured_elsewhere(artifact: Artifact, decoder: LayeredDecoder) -> str:
     """Return in what the artifact's costs were measured elsewhere, such as "threads 8 (here 2)"; "" if in nothing."""
-    here, there = environment(decoder), artifact.measured_on
+    here, there = measured_on(decoder), artifact.measured_on
     others = [f"{name} {there.get(name)} (here {value})" for name, value in here.items() if there.get(name) != value]
     return ", ".join(others)
+
+
+def _processor() -> str:
+    """Return the name of the CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 TIMED_VERIFICATIONS = (1, 2, 4, MAX_DRAFT_TOKENS)
@@ -133,7 +145,7 @@ def draft_costs(
     """
     decoder = engine.decoder
     context_length = min(context_length, decoder.family.max_context - 2 * MAX_DRAFT_TOKENS)
-    text = (list(range(2, 34)) * context_length)[:context_length]
+    text = ([2, 3, 4, 5] * context_length)[:context_length]
     seconds: dict[str, list[float]] = {}
 
     def timed(name: str, run: Callable[[], Tensor]) -> Tensor:
@@ -148,27 +160,38 @@ def draft_costs(
         for repeat in range(repeats + 2):
             cache.committed.fill_(context_length)
             timed("plain", lambda: step_plain(decoder, cache, last).argmax(-1))
-            [source] = drafter.sources()
-            for k in (1, 3):
+            source = (drafter.sources() or [Source(drafter.name)])[0]
+            for k in (1, 4):
                 timed(f"draft {k}", partial(_propose, drafter, last, cache, k, source))
-            draft = drafter.propose(last, cache, MAX_DRAFT_TOKENS, _first_choice, source)
+            draft = drafter.propose(last, cache, MAX_DRAFT_TOKENS, _Chooser(), source)
             for k in TIMED_VERIFICATIONS:
                 timed(f"verify {k}", partial(_verify, decoder, cache, last, draft, k))
             progress("timing the draft", repeat + 1, repeats + 2)
     decoder.tap = None
     medians = {name: statistics.median(values[2:]) for name, values in seconds.items()}
-    step = max(0.0, medians["draft 3"] - medians["draft 1"]) / 2
+    longer = [four - one for one, four in zip(seconds["draft 1"][2:], seconds["draft 4"][2:], strict=True)]
+    step = max(0.0, statistics.median(longer)) / 3
     rest = max(0.0, medians["draft 1"] - step)
     verify_ratio = [rest + _between(medians, k) for k in range(1, MAX_DRAFT_TOKENS + 1)]
     return DraftCosts(step / medians["plain"], tuple(v / medians["plain"] for v in verify_ratio), overhead)
 
 
-def _first_choice(logits: Tensor, offset: int) -> tuple[Tensor, None]:
-    return logits.argmax(-1), None
+class _Chooser:
+    """Chooses greedily, and looks at the draft's confidence as the cost policy does, without ever ending the draft."""
+
+    confidence: Tensor
+
+    def __call__(self, logits: Tensor, offset: int) -> tuple[Tensor, None]:
+        self.confidence = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+        return logits.argmax(-1), None
+
+    def enough(self) -> bool:
+        return float(self.confidence.mean()) < 0
 
 
 def _propose(drafter: Drafter, last: Tensor, cache: SharedKVCache, k: int, source: Source) -> Tensor:
-    return drafter.propose(last, cache, k, _first_choice, source).tokens
+    chooser = _Chooser()
+    return drafter.propose(last, cache, k, chooser, source, chooser.enough).tokens
 
 
 def _verify(decoder: LayeredDecoder, cache: SharedKVCache, last: Tensor, draft: Draft, k: int) -> Tensor:

@@ -18,6 +18,7 @@ SUMMED = (
     "from_prefill",
     "tested",
     "rounds_of",
+    "plain_steps",
 )
 
 
@@ -45,6 +46,8 @@ class Stats:
     tested: int = 0
     rounds_of: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     """Rounds by drafter (of a hybrid: the part that drafted), tokens drafted, and tokens accepted."""
+    plain_steps: int = 0
+    """Steps of a row without a draft."""
 
     def count_round(self, drafter: str, k: int, accepted: int) -> None:
         """Count one row's round of k tokens drafted by a drafter."""
@@ -64,11 +67,6 @@ class Stats:
     def alpha(self) -> float | None:
         """Probability that a tested draft token stands; None before any was tested."""
         return self.accepted / self.tested if self.tested else None
-
-    @property
-    def plain_steps(self) -> int:
-        """Tokens that a plain step emitted; those of a prompt's first pass are not among them."""
-        return max(0, self.emitted - self.from_prefill - self.accepted - self.rounds)
 
     def part(self, drafter: str) -> Stats:
         """Return the counts of one drafter's rounds alone."""

@@ -246,8 +246,10 @@ def _try_trained(model: str, config: RegressConfig, inputs: Inputs, progress: Pr
 def _try_lossless(model: str, loaded: Any, config: RegressConfig, inputs: Inputs, progress: Progress) -> Lossless:
     decoder = LayeredDecoder(loaded)
     swept = inputs.artifact
-    known = [swept.num_draft_tokens] if swept and swept.num_draft_tokens is not None else None
-    lengths = list(dict.fromkeys(config.num_draft_tokens)) or known or list(lossless.DEFAULT_NUM_DRAFT_TOKENS)
+    lengths = list(dict.fromkeys(config.num_draft_tokens)) or list(lossless.DEFAULT_NUM_DRAFT_TOKENS)
+    if not config.num_draft_tokens and swept and swept.enabled and swept.num_draft_tokens:
+        # The policy drafts up to k_max tokens.
+        lengths = sorted({1, swept.num_draft_tokens, swept.k_max})
     settings = _tested(config, swept, decoder.num_layers)
     drafters = {each.label: make_drafter(each, decoder, model) for each in settings}
     engine = Engine(

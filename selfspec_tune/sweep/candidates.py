@@ -109,7 +109,7 @@ def of_rounds(settings: DraftSettings, stats: Stats, known: dict[str, DraftCosts
         cost_ratio=drafting / stats.drafted if rounds else known[next(iter(known))].cost_ratio,
         verify_ratio=verifying / rounds if rounds else known[next(iter(known))].verify_ratio[0],
         tokens_per_round=(stats.accepted + rounds) / rounds if rounds else 1.0,
-        tokens_per_step=(stats.accepted + steps) / steps if steps else 1.0,
+        tokens_per_step=(stats.emitted - stats.from_prefill) / steps if steps else 1.0,
         cost_per_step=total / steps if steps else 1.0,
         known=KnownCosts(known, {name: alpha for name, alpha in parts.items() if alpha is not None}),
     )
@@ -139,6 +139,10 @@ class Trials:
     def drafter(self, settings: DraftSettings) -> Drafter:
         """Return the drafter of these settings; a hybrid is made of the two that are there."""
         if settings not in self._drafters:
+            if settings.drafter == "low-precision":
+                # One quantised copy of the model at a time.
+                packed = ("low-precision", "hybrid")
+                self._drafters = {key: value for key, value in self._drafters.items() if key.drafter not in packed}
             if settings.drafter == "hybrid":
                 copy, other = (self.drafter(part) for part in settings.parts)
                 self._drafters[settings] = HybridDrafter(copy, other)
@@ -157,6 +161,8 @@ class Trials:
             plain += [DraftSettings("low-precision", draft_bits=8)]
         if "exit-head" in asked and self._has_exit_head():
             plain.append(DraftSettings("exit-head"))
+        elif "exit-head" in asked and asked != SweepConfig.drafters:
+            self.skipped["exit-head"] = "there is none beside the checkpoint"
         for settings in plain:
             found += self._try(settings, requests, params)
         for settings in self._with_less_vocabulary(found):
@@ -167,6 +173,8 @@ class Trials:
             if best is not None:
                 name: Any = best.settings.drafter
                 found += self._try(replace(best.settings, drafter="hybrid", hybrid_with=name), requests, params)
+            else:
+                self.skipped["hybrid"] = "no drafter was tried that runs layers"
         return found
 
     def _has_exit_head(self) -> bool:
@@ -178,7 +186,11 @@ class Trials:
         directory = checkpoint_dir(self.model)
         if directory is None or not (directory / draft_vocab.FILE_NAME).is_file():
             return []
-        most = len(draft_vocab.read_draft_vocab(directory).ranked)
+        try:
+            most = len(draft_vocab.read_draft_vocab(directory).ranked)
+        except UserError as error:
+            self.skipped["draft vocabulary"] = error.what
+            return []
         sizes = sorted({min(size, most) for size in self.config.draft_vocab})
         best: dict[str, Candidate] = {}
         for candidate in sorted(found, key=lambda candidate: candidate.speedup_predicted):
@@ -190,7 +202,7 @@ class Trials:
         try:
             drafter = self.drafter(settings)
         except UserError as error:
-            self.skipped[settings.label] = error.what
+            self.skipped[settings.label] = f"{error.what} (got {error.got})" if error.got else error.what
             return []
         known: dict[str, DraftCosts] = {part.drafter: self._costs_of(part) for part in settings.parts}
         policy, stats = CostPolicy(known, k_max=self.config.max_draft_tokens), Stats()

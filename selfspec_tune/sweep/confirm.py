@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import median, quantiles
 
 from selfspec_tune.decode.engine import Request
 from selfspec_tune.decode.sampling import SamplingParams
@@ -30,12 +30,14 @@ class Confirmed:
     Attributes:
         label: the candidate's.
         speedup: over plain decoding, median over prompts and turns; `spread` its interquartile range over median.
+        low: the lower quartile; it must be above 1, as a drafter that is never used measures 1 and noise.
         identical: whether all tokens equal plain decoding's; None where they are sampled and need not.
         drafted_share: of the decoded tokens how many came from rounds that drafted; the others from plain steps.
     """
 
     label: str
     speedup: float
+    low: float
     spread: float
     identical: bool | None
     tokens_per_round: float | None
@@ -44,11 +46,14 @@ class Confirmed:
     num_tokens: int
 
 
-def held_out(requests: Sequence[Request], num_profiled: int) -> list[Request]:
-    """Return requests to confirm with: those behind the profiled ones, else the last profiled; of fewer tokens."""
-    unseen = requests[num_profiled:][:CONFIRM_PROMPTS]
-    taken = unseen or requests[-CONFIRM_PROMPTS:]
-    return [replace(r, max_new_tokens=min(r.max_new_tokens, CONFIRM_TOKENS)) for r in taken]
+def split(requests: Sequence[Request], num_prompts: int) -> tuple[list[Request], list[Request]]:
+    """Return the requests to profile, at most `num_prompts`, and others to confirm with, of fewer tokens.
+
+    Of few prompts up to half confirm. A single one has to do for both.
+    """
+    count = min(num_prompts, max(len(requests) - CONFIRM_PROMPTS, (len(requests) + 1) // 2))
+    others = requests[count:][:CONFIRM_PROMPTS] or requests
+    return list(requests[:count]), [replace(r, max_new_tokens=min(r.max_new_tokens, CONFIRM_TOKENS)) for r in others]
 
 
 def confirm(
@@ -63,10 +68,15 @@ def confirm(
     for candidate in candidates:
         drafter, policy = trials.drafter(candidate.settings), candidate.policy(trials.config.max_draft_tokens)
         ratios, identical, counted = [], True, Stats()
-        for request in requests * CONFIRM_ROUNDS:
+        for number, request in enumerate(requests * CONFIRM_ROUNDS):
             trials.progress("confirm", done, total)
-            [plain], plain_stats = engine.generate([request], params)
-            [fast], stats = engine.generate([request], params, drafter, policy)
+            if number == len(requests):
+                # The policy shall not know these prompts from the turn before.
+                policy = candidate.policy(trials.config.max_draft_tokens)
+            # Whoever comes first finds colder caches: they change places.
+            order = [(None, None), (drafter, policy)][:: 1 - 2 * (number % 2)]
+            runs = [engine.generate([request], params, *how) for how in order][:: 1 - 2 * (number % 2)]
+            ([plain], plain_stats), ([fast], stats) = runs
             done += 1
             identical &= plain.token_ids == fast.token_ids
             counted.add(stats)
@@ -78,6 +88,7 @@ def confirm(
                 Confirmed(
                     label=candidate.label,
                     speedup=median(ratios),
+                    low=quantiles(ratios, n=4, method="inclusive")[0] if len(ratios) > 1 else ratios[0],
                     spread=spread(ratios),
                     identical=identical if params.greedy else None,
                     tokens_per_round=(counted.accepted + rounds) / rounds if rounds else None,

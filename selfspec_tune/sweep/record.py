@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from selfspec_tune import artifact as artifacts
 from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import SweepConfig
+from selfspec_tune.decode.drafters.make import DraftSettings
 from selfspec_tune.decode.engine import Engine
-from selfspec_tune.decode.price import environment
+from selfspec_tune.decode.price import measured_on
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.load import checkpoint_dir
 from selfspec_tune.sweep.candidates import Candidate
@@ -22,7 +20,7 @@ from selfspec_tune.sweep.profile import Profile
 
 
 @dataclass(frozen=True)
-class Choice:
+class Decision:
     """The best drafter, its measured speed-up where it was tried, whether to speculate with it, and why."""
 
     candidate: Candidate
@@ -31,7 +29,7 @@ class Choice:
     reason: str
 
 
-def build_artifact(model: str, engine: Engine, config: SweepConfig, profile: Profile, choice: Choice) -> Artifact:
+def build_artifact(model: str, engine: Engine, config: SweepConfig, profile: Profile, choice: Decision) -> Artifact:
     """Return the artifact of a choice; an earlier verdict of `regress` on the same weights is kept.
 
     A choice that does not pay is recorded too: `enabled` is false, the rest shows the best there is.
@@ -59,39 +57,28 @@ def build_artifact(model: str, engine: Engine, config: SweepConfig, profile: Pro
         speedup_model=best.speedup_model,
         speedup_predicted=best.speedup_predicted,
         speedup_confirmed=asdict(confirmed) if confirmed else None,
-        measured_on=measured_on(engine),
+        measured_on=measured_on(engine.decoder),
         eval_set={
             "name": config.prompts.name if config.prompts else "",
             "num_prompts": profile.num_prompts,
             "num_tokens": profile.num_tokens,
             "temperature": config.temperature,
         },
-        regress=_kept_verdict(directory),
+        regress=_kept_verdict(directory, best.settings),
     )
 
 
-def measured_on(engine: Engine) -> dict[str, Any]:
-    """Return what the costs depend on besides the model: device, dtype, threads and library versions."""
-    return {
-        **environment(engine.decoder),
-        "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "triton": _version("triton"),
-        "numba": _version("numba"),
-    }
+def _kept_verdict(directory: Path | None, settings: DraftSettings) -> dict[str, Any] | None:
+    """Return the verdict of `regress` in the artifact that is there, if it is about these weights.
 
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _kept_verdict(directory: Path | None) -> dict[str, Any] | None:
-    """Return the verdict of `regress` in the artifact that is there, if it is about these weights."""
+    What it says of losslessness holds only for the drafter that it was about.
+    """
     try:
         previous = artifacts.read(directory) if directory else None
+        verdict = previous.regress if previous else None
+        if previous is None or verdict is None or DraftSettings.of(previous) == settings:
+            return verdict
     except UserError:
         return None
-    return previous.regress if previous else None
+    perplexity = verdict.get("perplexity")
+    return {**verdict, "lossless": None, "passed": perplexity["passed"]} if perplexity else None

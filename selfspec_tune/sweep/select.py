@@ -22,10 +22,10 @@ from selfspec_tune.model.load import checkpoint_dir
 from selfspec_tune.progress import Progress, silent
 from selfspec_tune.sweep import objective
 from selfspec_tune.sweep.candidates import Candidate, Trials, of_cell
-from selfspec_tune.sweep.confirm import Confirmed, confirm, held_out
+from selfspec_tune.sweep.confirm import Confirmed, confirm, split
 from selfspec_tune.sweep.objective import Cell, Costs, why_not
 from selfspec_tune.sweep.profile import Profile, profile_exits
-from selfspec_tune.sweep.record import Choice, build_artifact
+from selfspec_tune.sweep.record import Decision, build_artifact
 from selfspec_tune.sweep.timing import measure_costs
 
 CLEARLY_SLOWER = 0.9
@@ -88,7 +88,7 @@ def sweep(
     """
     exits = check_fits(engine.decoder, requests, config)
     params = SamplingParams(config.temperature, config.top_k, config.top_p, config.seed)
-    profiled = list(requests[: config.num_prompts])
+    profiled, others = split(requests, config.num_prompts)
     profile = profile_exits(engine, profiled, params, config.max_draft_tokens, progress)
     costs = measure_costs(
         engine,
@@ -110,7 +110,7 @@ def sweep(
         got = "; ".join(f"{label}: {why}" for label, why in trials.skipped.items()) or ", ".join(config.drafters)
         raise UserError("none of the drafters asked for can be tried here", got=got, command="--drafters layer-skip")
     count = config.confirm if candidates[0].speedup_predicted >= CLEARLY_SLOWER else min(config.confirm, 1)
-    confirmed = confirm(trials, held_out(requests, config.num_prompts), params, candidates[:count])
+    confirmed = confirm(trials, others, params, candidates[:count])
     exact, must_confirm = engine.numerics == "exact", config.confirm > 0
     choice = decide(candidates, confirmed, why_not(inside[0], costs), exact=exact, must_confirm=must_confirm)
     artifact = build_artifact(model, engine, config, profile, choice)
@@ -122,6 +122,8 @@ def sweep(
 def check_fits(decoder: LayeredDecoder, requests: Sequence[Request], config: SweepConfig) -> list[int]:
     """Return the exits in the window; a UserError for whatever would fail only after minutes of work."""
     exits, limit = objective.exits_in(config.window, decoder.num_layers), decoder.family.max_context
+    if not exits and "layer-skip" not in config.drafters:
+        exits = list(range(1, decoder.num_layers))
     if not exits:
         low, high = config.window
         got = f"{low:g},{high:g} of {decoder.num_layers} layers"
@@ -176,34 +178,41 @@ def ranked_candidates(candidates: list[Candidate]) -> list[Candidate]:
 
 def decide(
     candidates: list[Candidate], confirmed: list[Confirmed], why: str, *, exact: bool, must_confirm: bool
-) -> Choice:
+) -> Decision:
     """Choose a drafter and say whether to speculate with it, and why, and what the runner-up lacks.
 
     Args:
         candidates: those that may be chosen, ranked; not empty.
         confirmed: measurements of some of them; may be empty.
-        why: what keeps layer skip from paying, if it does not; "" where it was not asked for.
+        why: what keeps the best cell of layer skip from paying.
         exact: tokens other than plain decoding's are an error.
         must_confirm: a prediction alone does not enable speculation.
     """
-    best, result = candidates[0], max(confirmed, key=lambda result: result.speedup, default=None)
+    by_label = {candidate.label: candidate for candidate in candidates}
+    passing = [
+        r for r in confirmed if r.low > 1.0 and r.drafted_share > 0 and by_label[r.label].speedup_predicted > 1.0
+    ]
+    best, result = candidates[0], max(passing or confirmed, key=lambda result: result.speedup, default=None)
     if result is not None:
-        best = next(candidate for candidate in candidates if candidate.label == result.label)
+        best = by_label[result.label]
     predicted = f"{best.label} with k = {best.num_draft_tokens} is predicted at ×{best.speedup_predicted:.2f}"
     predicted += " of plain decoding"
     if result is None:
         measured = "not confirmed by decoding"
     else:
         measured = f"decoding {result.num_prompts} prompts measured ×{result.speedup:.2f} (spread {result.spread:.0%})"
+        if result.speedup > 1.0 >= result.low:
+            measured += f", which may be noise: a quarter of the runs stayed below ×{result.low:.2f}"
     if exact and any(tried.identical is False for tried in confirmed):
-        return Choice(best, result, False, f"{predicted}, but speculation changed tokens; see selfspec check MODEL")
+        return Decision(best, result, False, f"{predicted}, but speculation changed tokens; see selfspec check MODEL")
     if best.speedup_predicted <= 1.0:
-        cause = why if best.settings.drafter == "layer-skip" else _why_not(best)
-        return Choice(best, result, False, f"{cause}, so {predicted}; {measured}")
-    if result.speedup <= 1.0 if result else must_confirm:
-        return Choice(best, result, False, f"{predicted}, but {measured}")
+        of_grid = best.settings.drafter == "layer-skip" and best.settings.draft_vocab is None
+        cause = why if of_grid else _why_not(best)
+        return Decision(best, result, False, f"{cause}, so {predicted}; {measured}")
+    if not passing if result else must_confirm:
+        return Decision(best, result, False, f"{predicted}, but {measured}")
     others = [candidate for candidate in candidates if candidate is not best]
-    return Choice(best, result, True, f"{predicted}; {measured}{_runner_up(best, others, confirmed)}")
+    return Decision(best, result, True, f"{predicted}; {measured}{_runner_up(best, others, confirmed)}")
 
 
 def _why_not(candidate: Candidate) -> str:
@@ -218,7 +227,8 @@ def _why_not(candidate: Candidate) -> str:
 def _runner_up(best: Candidate, others: list[Candidate], confirmed: list[Confirmed]) -> str:
     """Say which drafter comes second, and whether it lacks tokens or costs too much."""
     speeds = {result.label: result.speedup for result in confirmed}
-    second = max(others, key=lambda other: speeds.get(other.label, other.speedup_predicted), default=None)
+    tried = [other for other in others if other.label in speeds]
+    second = max(tried or others, key=lambda o: speeds.get(o.label, o.speedup_predicted), default=None)
     if second is None:
         return ""
     lacks = []
@@ -226,6 +236,6 @@ def _runner_up(best: Candidate, others: list[Candidate], confirmed: list[Confirm
         lacks.append(f"its steps emit fewer tokens ({second.tokens_per_step:.2f} against {best.tokens_per_step:.2f})")
     if second.cost_per_step > best.cost_per_step:
         lacks.append(f"its steps cost more ({second.cost_per_step:.2f} against {best.cost_per_step:.2f} plain steps)")
-    how = "measured" if second.label in speeds else "predicted"
+    how = "measured" if tried else "not tried, predicted"
     speed = speeds.get(second.label, second.speedup_predicted)
     return f". Runner-up: {second.label}, {how} ×{speed:.2f}" + (f": {' and '.join(lacks)}" if lacks else "")

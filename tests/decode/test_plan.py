@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import MAX_DRAFT_TOKENS, DecodeConfig
@@ -16,9 +15,11 @@ from selfspec_tune.decode.drafters.make import DraftSettings
 from selfspec_tune.decode.drafters.prompt_lookup import PromptLookupDrafter
 from selfspec_tune.decode.engine import Request
 from selfspec_tune.decode.plan import DEFAULT_NUM_DRAFT_TOKENS, choose, make_plan
-from selfspec_tune.decode.policy import CostPolicy, DraftCosts
+from selfspec_tune.decode.policy import CostPolicy, DraftCosts, DraftPolicy
+from selfspec_tune.decode.price import measured_on
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
+from selfspec_tune.model.decoder import load_decoder
 from selfspec_tune.model.load import load_tokenizer
 
 GOOD = Artifact(
@@ -32,21 +33,21 @@ def test_the_artifact_decides():
     choice = choose(GOOD, DecodeConfig(), "m")
     assert (choice.settings, choice.numerics, choice.notices) == (SKIP, "exact", [])
     assert (choice.k_policy, choice.num_draft_tokens, choice.as_measured) == ("cost", 8, True)
-    fixed = choose(GOOD, DecodeConfig(k_policy="fixed"), "m")
-    assert (fixed.num_draft_tokens, fixed.round_cost) == (4, pytest.approx(0.3 * 4 + 1.2))
+    assert choose(GOOD, DecodeConfig(k_policy="fixed"), "m").num_draft_tokens == 4
 
 
 def test_the_artifacts_policy_is_used_and_a_given_k_is_a_fixed_one():
     assert choose(replace(GOOD, k_policy="window"), DecodeConfig(), "m").k_policy == "window"
     given = choose(GOOD, DecodeConfig(num_draft_tokens=2), "m")
-    assert (given.k_policy, given.num_draft_tokens, given.round_cost) == ("fixed", 2, None)
-    assert given.notices == ["num_draft_tokens 2 overrides selfspec.json's 4"]
+    assert (given.k_policy, given.num_draft_tokens) == ("fixed", 2)
+    said = ["num_draft_tokens 2 overrides selfspec.json's 4", "k_policy fixed overrides selfspec.json's cost"]
+    assert given.notices == said
 
 
 def test_flags_override_with_a_notice():
     choice = choose(GOOD, DecodeConfig(exit_layer=2, numerics="fast"), "m")
     assert (choice.settings, choice.numerics) == (replace(SKIP, exit_layer=2), "fast")
-    assert not choice.as_measured and choice.round_cost is None
+    assert not choice.as_measured
     assert len(choice.notices) == 2 and all("overrides" in notice for notice in choice.notices)
 
 
@@ -62,8 +63,8 @@ def test_every_drafter_of_an_artifact_is_read_back():
     bits = choose(replace(GOOD, **DraftSettings("low-precision").to_artifact()), DecodeConfig(draft_bits="8"), "m")
     assert bits.settings == DraftSettings("low-precision", draft_bits=8)
     assert bits.notices == ["draft_bits 8 overrides selfspec.json's 4"] and not bits.as_measured
-    with pytest.raises(UserError, match="draft is unknown"):
-        choose(replace(GOOD, draft={"bits": 4}), DecodeConfig(), "m")
+    fewer = choose(replace(GOOD, **DraftSettings("low-precision").to_artifact()), DecodeConfig(draft_vocab=9), "m")
+    assert fewer.notices == ["draft_vocab 9 overrides selfspec.json's default"] and not fewer.as_measured
 
 
 def test_an_exit_layer_beside_a_drafter_without_one_asks_for_layer_skip():
@@ -133,6 +134,12 @@ def test_every_drafter_decodes_what_plain_decoding_does_under_every_policy(check
         DecodeConfig(drafter="exit-head", exit_layer=3),
         DecodeConfig(drafter="layer-skip"),
         DecodeConfig(drafter="copy", no_speculation=True),
+        DecodeConfig(draft_bits="4", no_speculation=True),
+        DecodeConfig(draft_bits="4"),
+        DecodeConfig(drafter="copy", draft_bits="4"),
+        DecodeConfig(drafter="copy", draft_vocab=10),
+        DecodeConfig(exit_layer=2, hybrid_with="low-precision"),
+        DecodeConfig(drafter="hybrid", hybrid_with="layer-skip", exit_layer=2, draft_group="64"),
     ],
 )
 def test_drafters_and_options_that_do_not_go_together(options):
@@ -153,7 +160,7 @@ def test_drafts_that_cannot_be(options):
 
 def test_costs_in_the_artifact_save_timing_them_but_only_where_they_were_measured(checkpoint, monkeypatch):
     costs = {"copy": {"alpha": 0.7, "cost_ratio": 0.01, "verify_ratio": [1.1] * 8, "overhead": 0.02}}
-    here = {"device": "cpu", "dtype": "float32", "threads": torch.get_num_threads()}
+    here = measured_on(load_decoder(str(checkpoint)))
     artifact = replace(GOOD, **DraftSettings("copy").to_artifact(), costs=costs, measured_on=here)
     timed: list[str] = []
     monkeypatch.setattr(
@@ -166,5 +173,8 @@ def test_costs_in_the_artifact_save_timing_them_but_only_where_they_were_measure
     assert timed == ["copy"] and "threads 64 (here" in plan.notices[0]
     make_plan(str(checkpoint), None, artifact, DecodeConfig(numerics="fast"))
     assert timed == ["copy", "copy"]
-    with pytest.raises(UserError, match="costs cannot be read"):
-        make_plan(str(checkpoint), None, replace(artifact, costs={"copy": {"alpha": 1}}), DecodeConfig())
+    # A fixed k stops where it does not pay, by the same costs.
+    fixed = make_plan(str(checkpoint), None, artifact, DecodeConfig(num_draft_tokens=3)).policy
+    assert isinstance(fixed, DraftPolicy) and fixed.round_cost == pytest.approx(0.03 + 1.1 + 0.02)
+    fixed = make_plan(str(checkpoint), None, elsewhere, DecodeConfig(num_draft_tokens=3)).policy
+    assert isinstance(fixed, DraftPolicy) and fixed.round_cost is None

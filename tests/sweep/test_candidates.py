@@ -30,7 +30,8 @@ def test_rounds_of_both_parts_and_plain_steps_are_charged_what_each_costs() -> N
     stats = Stats(from_prefill=1)
     for drafter, k, accepted in (("copy", 3, 3), ("copy", 2, 0), ("low-precision", 1, 1)):
         stats.count_round(drafter, k, accepted)
-    stats.emitted = 1 + (4 + 1 + 2) + 3  # the prompt's, the rounds', three plain steps'
+    stats.plain_steps = 3
+    stats.emitted = 1 + (4 + 1 + 2) + 3  # the prompt's, the rounds', the plain steps'
     found = of_rounds(DraftSettings("hybrid"), stats, {"copy": FREE, "low-precision": DEAR})
     cost = (1.3 + 0.05) + (1.2 + 0.05) + (0.5 + 1.0 + 0.1) + 3
     assert found.speedup_predicted == pytest.approx(10 / cost)
@@ -40,8 +41,14 @@ def test_rounds_of_both_parts_and_plain_steps_are_charged_what_each_costs() -> N
     assert found.known.alphas == {"copy": pytest.approx(3 / 4), "low-precision": 1.0}
 
 
+def test_accepted_tokens_that_an_end_cut_off_are_not_counted() -> None:
+    stats = Stats(from_prefill=1, plain_steps=2, emitted=1 + 2 + 3)
+    stats.count_round("copy", 3, 3)  # four tokens, the last of them behind the end
+    assert of_rounds(COPY, stats, {"copy": FREE}).speedup_predicted == pytest.approx(5 / (2 + 1.3 + 0.05))
+
+
 def test_a_drafter_that_never_drafted_is_plain_decoding() -> None:
-    found = of_rounds(COPY, Stats(emitted=11, from_prefill=1), {"copy": FREE})
+    found = of_rounds(COPY, Stats(emitted=11, from_prefill=1, plain_steps=10), {"copy": FREE})
     assert (found.alpha, found.speedup_predicted, found.known.alphas) == (None, 1.0, {})
 
 
@@ -95,6 +102,7 @@ def test_what_cannot_be_tried_here_is_said(
     monkeypatch.setattr(cpu, "enabled", False)
     found = trials.candidates(make_requests(1, 8), SamplingParams())
     assert [c.settings for c in found] == [COPY]
+    assert trials.skipped.pop("hybrid") == "no drafter was tried that runs layers"
     assert set(trials.skipped) == {f"low-precision {kind}" for kind in ("4-bit", "4-bit group 64", "8-bit")}
     assert all("no fast product" in reason for reason in trials.skipped.values())
 

@@ -24,12 +24,12 @@ from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import LayeredDecoder, load_decoder
-from selfspec_tune.sweep import confirm, select
+from selfspec_tune.sweep import confirm, record, select
 from selfspec_tune.sweep.candidates import Candidate, Trials
 from selfspec_tune.sweep.confirm import Confirmed
 from selfspec_tune.sweep.objective import Cell, Costs
 from selfspec_tune.sweep.profile import Profile
-from selfspec_tune.sweep.record import Choice
+from selfspec_tune.sweep.record import Decision
 
 COSTS = Costs(
     num_layers=5,
@@ -60,12 +60,12 @@ FOUR, EIGHT = DraftSettings("low-precision"), DraftSettings("low-precision", dra
 
 
 def result(settings: DraftSettings, speedup: float, identical: bool | None = True) -> Confirmed:
-    return Confirmed(settings.label, speedup, 0.02, identical, 2.0, 0.9, 6, 300)
+    return Confirmed(settings.label, speedup, speedup - 0.01, 0.02, identical, 2.0, 0.9, 6, 300)
 
 
 def decide(
     found: list[Candidate], confirmed: list[Confirmed], *, exact: bool = True, must_confirm: bool = True
-) -> Choice:
+) -> Decision:
     return select.decide(found, confirmed, "α too low", exact=exact, must_confirm=must_confirm)
 
 
@@ -114,7 +114,7 @@ def test_of_the_confirmed_the_one_measured_fastest_is_chosen_and_what_the_runner
     second = "Runner-up: copy, measured ×1.10: its steps emit fewer tokens (2.00 against 3.00)"
     assert choice.reason.endswith(second)
     dearer = decide([found[0], found[2]], [result(COPY, 1.3)]).reason
-    assert "Runner-up: layer-skip E=2, predicted ×0.79" in dearer
+    assert "Runner-up: layer-skip E=2, not tried, predicted ×0.79" in dearer
     assert "emit fewer tokens (1.50 against 2.00) and its steps cost more (1.90 against 1.50 plain steps)" in dearer
 
 
@@ -125,12 +125,27 @@ def test_other_tokens_in_exact_numerics_are_never_enabled() -> None:
     assert decide(found, [result(COPY, 1.2, identical=None)]).enabled
 
 
-def test_prompts_to_confirm_with_are_those_not_profiled(make_requests: MakeRequests) -> None:
-    requests = make_requests(20, 96)
-    assert [r.id for r in confirm.held_out(requests, 15)] == [r.id for r in requests[15:]]
-    assert [r.id for r in confirm.held_out(requests, 9)] == [r.id for r in requests[9:15]]
-    assert [r.id for r in confirm.held_out(requests, 20)] == [r.id for r in requests[-6:]]
-    assert {r.max_new_tokens for r in confirm.held_out(requests, 9)} == {64}
+@pytest.mark.parametrize(
+    ("available", "asked", "profiled", "confirming"), [(20, 15, 14, 6), (20, 9, 9, 6), (7, 32, 4, 3), (1, 32, 1, 1)]
+)
+def test_prompts_to_confirm_with_are_those_not_profiled(
+    available: int, asked: int, profiled: int, confirming: int, make_requests: MakeRequests
+) -> None:
+    requests = make_requests(available, 96)
+    first, others = confirm.split(requests, asked)
+    assert first == requests[:profiled] and len(others) == confirming
+    assert {r.max_new_tokens for r in others} == {64}
+    if available > 1:
+        assert [r.id for r in others] == [r.id for r in requests[profiled : profiled + confirming]]
+
+
+def test_what_may_be_noise_is_not_enabled() -> None:
+    found = [candidate(COPY, 1.3, 1.0), candidate(FOUR, 1.2, 1.0)]
+    wide = replace(result(COPY, 1.1), low=0.97)
+    noise = decide(found, [wide])
+    assert not noise.enabled and "may be noise" in noise.reason
+    assert decide(found, [wide, result(FOUR, 1.05)]).candidate is found[1], "a smaller gain that is sure"
+    assert not decide(found, [replace(result(COPY, 1.1), drafted_share=0.0)]).enabled
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0)], ids=["greedy", "sampled"])
@@ -148,7 +163,8 @@ def test_confirming_decodes_in_turn(
     first, second = make_requests(2, 10)
     trials = Trials(engine, "m", SweepConfig(max_draft_tokens=3), 0.0)
     [found] = confirm.confirm(trials, [first, second], params, [candidate(COPY, 1.3, 1.0)])
-    assert calls == [(first.id, "", 0), (first.id, "copy", 3), (second.id, "", 0), (second.id, "copy", 3)] * 2
+    one = [(first.id, "", 0), (first.id, "copy", 3), (second.id, "copy", 3), (second.id, "", 0)]
+    assert calls == one * 2, "A B B A"
     assert (found.label, found.num_prompts, found.num_tokens) == ("copy", 2, 20)
     assert found.identical is (True if params.greedy else None)
     assert found.speedup > 0 and 0 <= found.drafted_share <= 1
@@ -195,7 +211,7 @@ def test_a_sweep_writes_an_artifact_that_can_be_read(
     if len(found.confirmed) == 1:
         assert written.speedup_predicted == chosen.speedup_predicted
     assert (written.numerics, written.rows, written.num_layers, written.k_max) == ("fast", [], 4, 3)
-    assert written.eval_set == {"name": "prompts.jsonl", "num_prompts": 5, "num_tokens": 60, "temperature": 0.0}
+    assert written.eval_set == {"name": "prompts.jsonl", "num_prompts": 4, "num_tokens": 48, "temperature": 0.0}
     assert set(written.measured_on) == {"device", "dtype", "threads", "torch", "transformers", "triton", "numba"}
     assert written.speedup_confirmed in [asdict(result) for result in found.confirmed]
     assert written.reason
@@ -207,9 +223,14 @@ def test_a_verdict_of_regress_is_kept_only_for_the_same_weights(
 ) -> None:
     quick = replace(quick, confirm=0)
     first = sweep(own_checkpoint, make_requests, quick).artifact
-    artifacts.write(own_checkpoint, artifacts.with_regress(first, {"passed": True}))
-    assert sweep(own_checkpoint, make_requests, quick).artifact.regress == {"passed": True}
-    foreign = replace(artifacts.with_regress(first, {"passed": True}), checkpoint_fingerprint="0" * 64)
+    verdict = {"passed": False, "perplexity": {"passed": True}, "lossless": {"passed": False}}
+    artifacts.write(own_checkpoint, artifacts.with_regress(first, verdict))
+    assert record._kept_verdict(own_checkpoint, DraftSettings.of(first)) == verdict
+    # What was found about another drafter's losslessness is not about this one.
+    kept = {"passed": True, "perplexity": {"passed": True}, "lossless": None}
+    assert record._kept_verdict(own_checkpoint, DraftSettings("low-precision", draft_bits=8, exit_layer=1)) == kept
+    assert sweep(own_checkpoint, make_requests, quick).artifact.regress in (verdict, kept)
+    foreign = replace(artifacts.with_regress(first, verdict), checkpoint_fingerprint="0" * 64)
     artifacts.write(own_checkpoint, foreign)
     assert sweep(own_checkpoint, make_requests, quick).artifact.regress is None
     assert artifacts.read(own_checkpoint) is not None
@@ -284,6 +305,8 @@ def test_what_cannot_work_fails_at_once(
         ({"prompts": None}, "needs prompts"),
         ({"num_prompts": 0}, "--num-prompts is too small"),
         ({"max_draft_tokens": 0}, "--max-draft-tokens is too small"),
+        ({"context_length": 15}, "--context-length is too small"),
+        ({"draft_vocab": (0,)}, "--draft-vocab is too small"),
         ({"confirm": -1}, "--confirm is too small"),
         ({"max_new_tokens": 4}, "too short to hold a whole round"),
         ({"window": (0.8, 0.3)}, "--window"),

@@ -41,13 +41,8 @@ class DraftSettings:
 
     @classmethod
     def of(cls, artifact: Artifact) -> DraftSettings:
-        """Return what `selfspec.json` says; UserError where it says what no drafter has."""
-        try:
-            return cls(artifact.drafter, artifact.exit_layer, **artifact.draft)  # type: ignore[arg-type]
-        except TypeError:
-            raise UserError(
-                "selfspec.json: draft is unknown", got=artifact.draft, command="selfspec sweep-exit MODEL"
-            ) from None
+        """Return what `selfspec.json` says."""
+        return cls(artifact.drafter, artifact.exit_layer, **artifact.draft)  # type: ignore[arg-type]
 
     def to_artifact(self) -> dict[str, Any]:
         """Return the fields of `selfspec.json` that `of` reads."""
@@ -59,7 +54,7 @@ class DraftSettings:
         """Settings of the drafters whose costs are measured: a hybrid's two, else these."""
         if self.drafter != "hybrid":
             return [self]
-        return [DraftSettings("copy"), replace(self, drafter=self.hybrid_with)]
+        return [DraftSettings("copy"), replace(self, drafter=self.hybrid_with, hybrid_with=DraftSettings.hybrid_with)]
 
     @property
     def label(self) -> str:
