@@ -22,11 +22,12 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median, quantiles
-from typing import Any
+from statistics import quantiles
+from typing import Any, get_args
 
 import torch
 
+from selfspec_tune.config import Drafter as DrafterName
 from selfspec_tune.config import PromptConfig
 from selfspec_tune.decode.drafters import Drafter
 from selfspec_tune.decode.drafters.make import DraftSettings, make_drafter
@@ -70,7 +71,10 @@ class Arm:
             if domain in ("", name):
                 stats.add(self.stats[name])
                 ratios += self.ratios.get(name, [])
-        low, middle, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [median(ratios)] * 3
+        found_quartiles: list[Any] = ratios * 3 if ratios else [None] * 3
+        if len(ratios) > 1:
+            found_quartiles = quantiles(ratios, n=4, method="inclusive")
+        low, middle, high = found_quartiles
         found = of_rounds(self.settings, stats, self.costs)
         return {
             "alpha": found.alpha,
@@ -102,6 +106,8 @@ def read_settings(label: str, exit_layer: int | None) -> DraftSettings:
     """Turn a name such as low-precision-8, hybrid-8 or layer-skip-v4096 into settings."""
     label, _, vocab = label.partition("-v")
     drafter: Any = label.removesuffix("-8").removesuffix("-4")
+    if drafter not in get_args(DrafterName) or not (vocab or "1").isdigit():
+        raise UserError("unknown drafter", got=label, allowed=", ".join(get_args(DrafterName)), command="--help")
     bits = 8 if label.endswith("-8") else 4
     exit_layer = exit_layer if drafter == "layer-skip" else None
     return DraftSettings(drafter, exit_layer, draft_bits=bits, draft_vocab=int(vocab) if vocab else None)
@@ -110,9 +116,9 @@ def read_settings(label: str, exit_layer: int | None) -> DraftSettings:
 def make_policy(name: str, costs: dict[str, DraftCosts], k: int) -> Policy:
     """Make the policy cost, window, fixed or fixed-K."""
     kind, _, number = name.partition("-")
-    k = int(number) if number else k
+    k = int(number) if number.isdigit() else k
     policies = {"cost": lambda: CostPolicy(costs), "window": lambda: WindowPolicy(k), "fixed": lambda: DraftPolicy(k)}
-    if kind not in policies:
+    if kind not in policies or (number and not number.isdigit()):
         raise UserError("unknown policy", got=name, allowed="cost, window, fixed, fixed-1 to fixed-8")
     return policies[kind]()
 
@@ -166,7 +172,8 @@ def show(rows: dict[str, dict[str, dict[str, Any]]]) -> None:
             names = ("alpha", "k", "tokens_per_round", "cost_ratio", "verify_ratio", "speedup_predicted", "speedup")
             cells = ["" if row[key] is None else f"{row[key]:.2f}" for key in names]
             low, high = row["quartiles"]
-            print(f"| {name} | {domain} | {' | '.join(cells)} ({low:.2f}–{high:.2f}) |")
+            spread = "" if low is None else f" ({low:.2f}–{high:.2f})"
+            print(f"| {name} | {domain} | {' | '.join(cells)}{spread} |")
 
 
 def parse() -> argparse.Namespace:
