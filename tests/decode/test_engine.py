@@ -105,6 +105,35 @@ def test_statistics_add_up(decoder):
     assert values["alpha"] == stats.accepted / stats.tested
     assert values["accepted_fraction"] == stats.accepted / stats.drafted
     assert values["tokens_per_round"] == (stats.accepted + stats.rounds) / stats.rounds
+    # No end cut a run here: every token came from the prompt's pass, a round or a plain step.
+    assert stats.from_prefill + stats.accepted + stats.rounds + stats.plain_steps == stats.emitted
+    assert values["by_drafter"]["layer-skip"]["drafted"] == stats.drafted
+
+
+class EveryOther(DraftPolicy):
+    """A plain step, a round, a plain step … as far as tokens are wanted."""
+
+    plain = 0
+
+    def next(self, remaining, sources):
+        planned = super().next(remaining, sources) if self.plain > self._rounds_planned else None
+        self.plain += planned is None
+        self._rounds_planned += planned is not None
+        return planned
+
+    _rounds_planned = 0
+
+
+def test_an_end_inside_an_accepted_run_makes_no_plain_step_disappear(decoder):
+    free, _, _ = both(Engine(decoder), Request("a", PROMPT, 60))
+    cut = 0
+    for end in dict.fromkeys(free.token_ids[5:40]):
+        policy = EveryOther(8)
+        request = Request("a", PROMPT, 60)
+        _, stats = Engine(decoder, end_tokens=(end,)).generate([request], GREEDY, LayerSkipDrafter(decoder, 3), policy)
+        cut += 1 + stats.accepted + stats.rounds + stats.plain_steps > stats.emitted
+        assert stats.plain_steps == policy.plain
+    assert cut > 0
 
 
 def test_the_last_token_takes_no_draft(decoder):
