@@ -136,9 +136,10 @@ def _print(model: str, result: dict[str, Any]) -> None:
 
     rows = [row(size, f"{share:.2%}", size) for size, share in result["coverage"].items()]
     rows.append(row("all tokens", "", whole))
+    print(f"{result['path']}: {result['num_ranked']:,} tokens ranked, of {result['num_tokens']:,} counted")
     console.table(
-        f"{result['path']}: {result['num_ranked']:,} tokens ranked, of {result['num_tokens']:,} counted",
+        "what the first N cover",
         ["N", "of held-out text covered", f"head read by a draft, {result['dtype']}", "of the whole head"],
         rows,
-        caption=f"next: selfspec sweep-exit {model} --prompts PROMPTS.jsonl, which compares sizes",
     )
+    print(f"next, to compare sizes: selfspec sweep-exit {model} --prompts PROMPTS.jsonl")

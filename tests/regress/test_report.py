@@ -87,7 +87,7 @@ def test_a_sweep_is_kept_and_gives_the_defaults(copy: Path, make_config: Callabl
     artifact.write(copy, known)
     verdict, _ = report.run(str(copy), make_config(base=None, text=(), exit_layers=(), num_draft_tokens=()))
     tested = verdict["lossless"]
-    assert (tested["drafters"], tested["num_draft_tokens"]) == (["layer-skip E=3"], [4])
+    assert (tested["drafters"], tested["num_draft_tokens"]) == (["layer-skip E=3"], [1, 4, 8])
     assert artifact.read(copy) == artifact.with_regress(known, json.loads(json.dumps(verdict)))
 
 
