@@ -145,7 +145,11 @@ def _validate(path: Path, artifact: Artifact, again: str) -> None:
         raise UserError(f"{path}: k_max is out of range", got=k_max, allowed=f"1..{MAX_DRAFT_TOKENS}", command=again)
     if not all(_is_cost(value) for value in artifact.costs.values()):
         raise UserError(f"{path}: costs cannot be read", got=artifact.costs, command=again)
-    unfit = {name: value for name, value in artifact.draft.items() if not DRAFT_FIELDS.get(name, _never)(value)}
+    unfit = {
+        name: value
+        for name, value in artifact.draft.items()
+        if name not in DRAFT_FIELDS or not DRAFT_FIELDS[name](value)
+    }
     if unfit:
         raise UserError(f"{path}: draft is unknown", got=unfit, allowed=", ".join(DRAFT_FIELDS), command=again)
     if not artifact.enabled:
@@ -163,10 +167,6 @@ def _validate(path: Path, artifact: Artifact, again: str) -> None:
     if not _is_count(k, MAX_DRAFT_TOKENS):
         counts = f"1..{MAX_DRAFT_TOKENS}"
         raise UserError(f"{path}: num_draft_tokens is out of range", got=k, allowed=counts, command=again)
-
-
-def _never(value: Any) -> bool:
-    return False
 
 
 def _is_count(value: Any, most: int) -> bool:

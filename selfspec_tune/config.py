@@ -363,6 +363,11 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return recipe
 
 
+def flag(name: str) -> str:
+    """Return the command line's flag for a field."""
+    return "--" + name.replace("_", "-")
+
+
 def is_listed(element: Any) -> bool:
     """Whether a tuple of such elements is given as one text with commas: numbers and names are, texts and paths not."""
     return element in (int, float) or get_origin(element) is Literal

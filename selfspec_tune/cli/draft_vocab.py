@@ -78,8 +78,7 @@ def check_options(config: configs.DraftVocabConfig) -> None:
             raise UserError(f"{path} does not exist or is not a file", command=f"ls {path.parent}")
     for name in ("num_prompts", "max_new_tokens", "size"):
         if getattr(config, name) < 1:
-            flag = "--" + name.replace("_", "-")
-            raise UserError(f"{flag} is too small", got=getattr(config, name), allowed="1 or more")
+            raise UserError(f"{configs.flag(name)} is too small", got=getattr(config, name), allowed="1 or more")
     if config.size > configs.MAX_DRAFT_VOCAB:
         raise UserError("--size is too large", got=config.size, allowed=f"1..{configs.MAX_DRAFT_VOCAB}")
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
-from selfspec_tune.config import field_defaults, field_help, field_types, is_listed
+from selfspec_tune.config import field_defaults, field_help, field_types, flag, is_listed
 
 
 def options_from(config: type, *, skip: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -51,13 +51,12 @@ def _annotation(name: str, hint: Any, help_text: str, default: Any) -> Any:
     inner = hint
     if get_origin(hint) in (Union, types.UnionType):
         inner = next(a for a in get_args(hint) if a is not type(None))
-    flag = "--" + name.replace("_", "-")
     if inner is bool:
-        return Annotated[bool | None, typer.Option(flag, help=help_text, show_default=False)]
+        return Annotated[bool | None, typer.Option(flag(name), help=help_text, show_default=False)]
     if default not in (None, (), False):
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
         help_text = f"{help_text} [default: {shown}]"
-    option = typer.Option(flag, help=help_text, show_default=False, metavar=_metavar(inner))
+    option = typer.Option(flag(name), help=help_text, show_default=False, metavar=_metavar(inner))
     if get_origin(inner) is tuple:
         element = get_args(inner)[0]
         return Annotated[(str if is_listed(element) else list[str]) | None, option]

@@ -88,8 +88,7 @@ def check_options(config: configs.SweepConfig) -> None:
     for name in ("num_prompts", "max_draft_tokens", "context_length", "repeats", "confirm"):
         least = {"confirm": 0, "context_length": 16}.get(name, 1)
         if getattr(config, name) < least:
-            flag = "--" + name.replace("_", "-")
-            raise UserError(f"{flag} is too small", got=getattr(config, name), allowed=f"{least} or more")
+            raise UserError(f"{configs.flag(name)} is too small", got=getattr(config, name), allowed=f"{least} or more")
     if config.max_draft_tokens > configs.MAX_DRAFT_TOKENS:
         allowed = f"1..{configs.MAX_DRAFT_TOKENS}"
         raise UserError("--max-draft-tokens is too large", got=config.max_draft_tokens, allowed=allowed)

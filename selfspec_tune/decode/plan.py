@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from selfspec_tune.artifact import Artifact
-from selfspec_tune.config import MAX_DRAFT_TOKENS, DecodeConfig
+from selfspec_tune.config import MAX_DRAFT_TOKENS, DecodeConfig, flag
 from selfspec_tune.decode.drafters import Drafter
-from selfspec_tune.decode.drafters.draft_head import check_draft_vocab
 from selfspec_tune.decode.drafters.low_precision import LowPrecisionDrafter
 from selfspec_tune.decode.drafters.make import DraftSettings, make_drafter
 from selfspec_tune.decode.engine import Completion, Engine, Request
@@ -99,7 +98,8 @@ def choose(artifact: Artifact | None, options: DecodeConfig, model: str) -> Choi
         raise UserError("num_draft_tokens is out of range", got=k, allowed=f"1..{MAX_DRAFT_TOKENS}")
     known = DraftSettings.of(artifact) if artifact else None
     enabled = artifact is not None and artifact.enabled
-    check_draft_vocab(options.draft_vocab, options.drafter)
+    if options.draft_vocab is not None and options.draft_vocab < 1:
+        raise UserError("--draft-vocab is too small", got=options.draft_vocab, allowed="1 or more")
     if options.drafter is None and options.exit_layer is None and not enabled:
         return _plain(artifact, options, model, numerics, notices)
     settings = _settings(known, options, enabled=enabled, model=model)
@@ -135,8 +135,7 @@ def _plain(artifact: Artifact | None, options: DecodeConfig, model: str, numeric
     """Decode plainly because nobody said how to draft."""
     advice = f"selfspec sweep-exit {model} --prompts PROMPTS.jsonl"
     for name, value in _draft_flags(options).items():
-        flag = "--" + name.replace("_", "-")
-        raise UserError(f"{flag} needs a draft", got=value, command=f"--exit-layer E, --drafter D, or {advice}")
+        raise UserError(f"{flag(name)} needs a draft", got=value, command=f"--exit-layer E, --drafter D, or {advice}")
     if artifact is None:
         notices.append(f"decoding plainly: no selfspec.json beside the checkpoint. To get one: {advice}")
     else:
@@ -164,8 +163,11 @@ def _settings(known: DraftSettings | None, options: DecodeConfig, *, enabled: bo
     settings = replace(base, **{name: value for name, value in changes.items() if value is not None})
     for name in _draft_flags(options):
         if name not in _shown(settings) and name != "num_draft_tokens":
-            flag = "--" + name.replace("_", "-")
-            raise UserError(f"{flag} has no effect with --drafter {drafter}", command="leave it out")
+            why = ", which reads no head" if name == "draft_vocab" else ""
+            got = getattr(options, name)
+            raise UserError(
+                f"{flag(name)} has no effect with --drafter {drafter}{why}", got=got, command="leave it out"
+            )
     layered = settings.parts[-1].drafter
     if exit_layer is not None and layered in ("copy", "exit-head"):
         raise UserError(f"--exit-layer has no effect with --drafter {drafter}", got=exit_layer, command="leave it out")
@@ -173,8 +175,8 @@ def _settings(known: DraftSettings | None, options: DecodeConfig, *, enabled: bo
         settings = replace(settings, exit_layer=known.exit_layer if known else None)
     if layered == "layer-skip" and settings.exit_layer is None:
         advice = f"--exit-layer E, or selfspec sweep-exit {model} --drafters layer-skip --prompts PROMPTS.jsonl"
-        flag = "--hybrid-with" if drafter == "hybrid" else "--drafter"
-        raise UserError(f"{flag} layer-skip needs an exit layer", command=advice)
+        given = "--hybrid-with" if drafter == "hybrid" else "--drafter"
+        raise UserError(f"{given} layer-skip needs an exit layer", command=advice)
     return settings
 
 

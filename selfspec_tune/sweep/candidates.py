@@ -116,7 +116,7 @@ def of_rounds(settings: DraftSettings, stats: Stats, known: dict[str, DraftCosts
 
 
 class Trials:
-    """Makes each drafter once, times it once, and profiles it by real rounds.
+    """Makes drafters, times each once, and profiles them by real rounds; one quantised copy is kept at a time.
 
     Args:
         engine: batch size 1, in the numerics to be used.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from selfspec_tune.config import TrainConfig, field_defaults
+from selfspec_tune.config import TrainConfig, field_defaults, flag
 from selfspec_tune.errors import UserError
 
 AT_LEAST_ONE = (
@@ -25,8 +25,7 @@ def check_options(config: TrainConfig) -> None:
     """Raise a UserError for a missing option or a value that cannot work, naming the flag."""
     for name, example in (("model", "DIR_OR_HUB_NAME"), ("output", "DIR"), ("train_data", "FILE.jsonl")):
         if not getattr(config, name):
-            flag = "--" + name.replace("_", "-")
-            raise UserError(f"training needs {flag}", command=f"selfspec train {flag} {example}")
+            raise UserError(f"training needs {flag(name)}", command=f"selfspec train {flag(name)} {example}")
     for name in AT_LEAST_ONE:
         _check(name, getattr(config, name), getattr(config, name) >= 1, "1 or more")
     _check("sequence_length", config.sequence_length, config.sequence_length >= 2, "2 or more")

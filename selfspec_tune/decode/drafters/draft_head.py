@@ -65,18 +65,6 @@ class DraftHead:
         return whole.index_copy_(-1, self.vocab, logits)
 
 
-def check_draft_vocab(size: int | None, drafter: str | None) -> None:
-    """Raise a UserError if the drafts of a drafter asked for cannot be limited to `size` tokens; None is no limit."""
-    if size is None:
-        return
-    if size < 1:
-        raise UserError("--draft-vocab is too small", got=size, allowed="1 or more")
-    if drafter == "copy":
-        raise UserError(
-            "--draft-vocab has no effect with --drafter copy, which reads no head", got=size, command="leave it out"
-        )
-
-
 def read_vocab(model: str, size: int | None) -> Tensor | None:
     """Return the [N] rising ids of the draft vocabulary beside a checkpoint; None for the whole one.
 
