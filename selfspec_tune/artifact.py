@@ -194,7 +194,7 @@ def _is_cost(value: Any) -> bool:
 
 DRAFT_FIELDS: dict[str, Callable[[Any], bool]] = {
     "draft_bits": lambda value: value in (4, 8),
-    "draft_head_bits": lambda value: value in (None, 4, 8),
+    "draft_head_bits": lambda value: value in (4, 8, 16),
     "draft_group": lambda value: value in (32, 64),
     "hybrid_with": lambda value: value in get_args(HybridWith),
     "draft_vocab": lambda value: value is None or _is_count(value, 1 << 31),

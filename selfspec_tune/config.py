@@ -95,10 +95,10 @@ class DecodeConfig(PromptConfig):
     """cost: as many as pay (default). window: k follows acceptance. fixed: k (default with --num-draft-tokens)."""
     draft_bits: Literal["4", "8"] | None = None
     """low-precision: bits of the layers' weights. Default: selfspec.json's, else 4."""
-    draft_head_bits: Literal["4", "8"] | None = None
-    """low-precision: bits of the LM head's weights. Default: as the layers'."""
+    draft_head_bits: Literal["4", "8", "16"] | None = None
+    """low-precision: bits of the LM head's weights; 16: the model's own. Default: selfspec.json's, else 8."""
     draft_group: DraftGroup | None = None
-    """low-precision: weights that share a scale in 4 bits; 64 reads fewer bytes. Default: selfspec.json's, else 32."""
+    """low-precision: weights with one scale and minimum in 4 bits, by default 32; 64 reads fewer bytes."""
     draft_vocab: int | None = None
     """Draft only the N most frequent tokens of draft_vocab.json (see `selfspec draft-vocab`), from a copy of their rows
     of the LM head. Default: selfspec.json's, else all."""

@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits, for drafts: symmetric, scales in fp32."""
+"""Weights in 8 or 4 bits, for drafts: 8 bits symmetric by rows, 4 bits with a scale and a minimum by groups."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch import Tensor
 BLOCK = 32
 """Weights of a row that products take at a time: a row must be whole blocks."""
 GROUPS = (32, 64)
-"""How many weights of a row may share a scale in 4 bits: multiples of `BLOCK`."""
+"""How many weights of a row may share a scale and a minimum in 4 bits: multiples of `BLOCK`."""
 GROUP = 32
 """How many do unless asked otherwise."""
+WEIGHTS_AT_ONCE = 1 << 17
+"""Weights quantised at a time."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,10 @@ class PackedWeight:
 
     Attributes:
         shape: (N, K).
-        bits: 8: int8 [N, K] with one scale per row [N]. 4: int8 [N, K / 2] with one scale per group [N, K / group];
-            byte j of a block is weight j + 8 in its low half and weight j + 16 in its high half, sign included.
+        bits: 8 or 4.
+            8: int8 [N, K] with one fp32 scale per row [N]; a weight is level · scale.
+            4: uint8 [N, K / 2], byte j of a block is level j in its low half and level j + 16 in its high half, with a
+            scale and a minimum per group, bf16 [N, K / group, 2]; a weight is minimum + level · scale, levels 0..15.
         data, scale: as above, contiguous.
     """
 
@@ -34,12 +38,12 @@ class PackedWeight:
     @property
     def group(self) -> int:
         """Weights of a row that share a scale."""
-        return self.shape[0] * self.shape[1] // self.scale.numel()
+        return self.shape[1] // (1 if self.bits == 8 else self.scale.shape[1])
 
     @property
     def num_bytes(self) -> int:
         """Memory taken."""
-        return self.data.numel() + 4 * self.scale.numel()
+        return self.data.nbytes + self.scale.nbytes
 
     def dequantised(self) -> Tensor:
         """Return the weights as fp32 [N, K]."""
@@ -47,8 +51,9 @@ class PackedWeight:
         if self.bits == 8:
             return self.data.float() * self.scale[:, None]
         packed = self.data.view(rows, size // BLOCK, BLOCK // 2)
-        values = torch.cat(((packed & 15) - 8, packed >> 4), -1).float()
-        return (values.view(*self.scale.shape, -1) * self.scale[..., None]).view(rows, size)
+        levels = torch.cat((packed & 15, packed >> 4), -1).view(rows, -1, self.group).float()
+        scale, minimum = self.scale.float().unbind(-1)
+        return torch.addcmul(minimum[..., None], levels, scale[..., None]).view(rows, size)
 
 
 def packable(weight: Tensor, bits: int, group: int = GROUP) -> str:
@@ -63,7 +68,7 @@ def pack(weight: Tensor, bits: int, group: int = GROUP) -> PackedWeight:
     """Quantise [N, K] to 8 or 4 bits, each scale chosen for the least squared error among a few.
 
     Args:
-        group: weights that share a scale in 4 bits, one of `GROUPS`.
+        group: weights that share a scale and a minimum in 4 bits, one of `GROUPS`.
 
     Raises:
         ValueError: the shape cannot be packed (see `packable`), or no such group.
@@ -72,33 +77,56 @@ def pack(weight: Tensor, bits: int, group: int = GROUP) -> PackedWeight:
         raise ValueError(packable(weight, bits, group))
     if bits == 4 and group not in GROUPS:
         raise ValueError(f"no group of {group} weights, only of {GROUPS}")
-    rows, size = weight.shape
-    limit = 2 ** (bits - 1) - 1
-    groups = weight.float().view(rows, -1, group if bits == 4 else size)
-    scale, levels = _best_scale(groups, limit)
-    if bits == 8:
-        return PackedWeight((rows, size), 8, levels.to(torch.int8).view(rows, size), scale.view(rows).contiguous())
-    low, high = levels.to(torch.int8).view(rows, size // BLOCK, 2, BLOCK // 2).unbind(2)
-    packed = (low + 8) | (high << 4)
-    return PackedWeight((rows, size), 4, packed.reshape(rows, size // 2), scale.view(rows, -1).contiguous())
+    # By so many rows that a part and what is computed from it stay in a CPU's cache.
+    parts = weight.split(max(1, WEIGHTS_AT_ONCE // weight.shape[1]))
+    data, scale = zip(
+        *(_pack_rows(part.float()) if bits == 8 else _pack_groups(part.float(), group) for part in parts), strict=True
+    )
+    return PackedWeight((weight.shape[0], weight.shape[1]), bits, torch.cat(data), torch.cat(scale))
 
 
-def _best_scale(groups: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-    """Return scales [N, G] and levels [N, G, size] in −limit − 1..limit.
+def _pack_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return levels −128..127 [N, K] and scales [N].
 
     The largest magnitude is tried at the upper and at the lower end (which has one level more), and shrunk a little:
     clipping one weight is often the smaller error.
     """
-    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    best_error = torch.full_like(extreme, float("inf"))
-    best_scale, best_levels = torch.ones_like(extreme), torch.zeros_like(groups)
-    for divisor in (limit, -(limit + 1), limit * 1.12, -(limit + 1) * 1.12):
-        scale = extreme / divisor
-        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-        levels = (groups / scale).round().clamp(-limit - 1, limit)
-        error = (levels * scale - groups).square().sum(-1, keepdim=True)
-        better = error < best_error
-        best_error = torch.where(better, error, best_error)
-        best_scale = torch.where(better, scale, best_scale)
-        best_levels = torch.where(better, levels, best_levels)
-    return best_scale.squeeze(-1), best_levels
+    extreme = weight.gather(-1, weight.abs().argmax(-1, keepdim=True))
+
+    def levels(scale: Tensor) -> Tensor:
+        return (weight / scale).round_().clamp_(-128, 127)
+
+    tried = [torch.where(extreme == 0, 1.0, extreme / divisor) for divisor in (127, -128, 127 * 1.12, -128 * 1.12)]
+    errors = [(levels(scale).mul_(scale) - weight).square_().sum(-1, keepdim=True) for scale in tried]
+    best = torch.cat(tried, -1).gather(-1, torch.cat(errors, -1).argmin(-1, keepdim=True))
+    return levels(best).to(torch.int8), best.squeeze(-1)
+
+
+def _pack_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return packed levels [N, K / 2] and (scale, minimum) pairs [N, K / group, 2].
+
+    Tried are a group's whole range, and the line that fits best through the levels this gives. Scale and minimum are
+    rounded before levels are taken, so that their few digits cost little.
+    """
+    rows, size = weight.shape
+    groups = weight.view(rows, -1, group)
+    mean, smallest, largest = (
+        groups.mean(-1, keepdim=True),
+        groups.amin(-1, keepdim=True),
+        groups.amax(-1, keepdim=True),
+    )
+
+    def fit(scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        scale, minimum = scale.bfloat16().float(), minimum.bfloat16().float()
+        levels = ((groups - minimum) / torch.where(scale == 0, 1.0, scale)).round_().clamp_(0, 15)
+        error = torch.addcmul(minimum - groups, levels, scale).square_().sum(-1, keepdim=True)
+        return scale, minimum, levels, error
+
+    whole = fit((largest - smallest) / 15, smallest)
+    deviation = whole[2] - whole[2].mean(-1, keepdim=True)
+    spread = deviation.square().sum(-1, keepdim=True)
+    scale = (deviation * groups).sum(-1, keepdim=True) / torch.where(spread == 0, 1.0, spread)
+    line = fit(scale, mean - scale * whole[2].mean(-1, keepdim=True))
+    scale, minimum, levels = (torch.where(line[3] < whole[3], a, b) for a, b in zip(line[:3], whole[:3], strict=True))
+    low, high = levels.to(torch.uint8).view(rows, size // BLOCK, 2, BLOCK // 2).unbind(2)
+    return (low | high << 4).reshape(rows, size // 2), torch.cat((scale, minimum), -1).bfloat16()

@@ -158,7 +158,7 @@ class Trials:
         plain = [DraftSettings("copy")] if "copy" in asked else []
         if "low-precision" in asked:
             plain += [DraftSettings("low-precision", draft_group=int(group)) for group in get_args(DraftGroup)]
-            plain += [DraftSettings("low-precision", draft_bits=8)]
+            plain += [DraftSettings("low-precision", draft_head_bits=4), DraftSettings("low-precision", draft_bits=8)]
         if "exit-head" in asked and self._has_exit_head():
             plain.append(DraftSettings("exit-head"))
         elif "exit-head" in asked and asked != SweepConfig.drafters:

@@ -42,11 +42,11 @@ def test_greedy_equals_plain_bit_for_bit(dtype, bits, exit_layer, group):
 def test_more_bits_are_accepted_more_often_and_8_nearly_always():
     engine = engine_for()
     fractions = {}
-    for bits in (8, 4):
-        drafter = LowPrecisionDrafter(engine.decoder, bits)
+    for bits, head_bits in ((8, 8), (4, 8), (4, 4)):
+        drafter = LowPrecisionDrafter(engine.decoder, bits, head_bits)
         stats = [engine.generate([Request("a", p, 60)], GREEDY, drafter, DraftPolicy(4))[1] for p in PROMPTS]
-        fractions[bits] = sum(s.accepted for s in stats) / sum(s.tested for s in stats)
-    assert fractions[4] < fractions[8] and fractions[8] > 0.9
+        fractions[bits, head_bits] = sum(s.accepted for s in stats) / sum(s.tested for s in stats)
+    assert fractions[4, 4] < fractions[4, 8] < fractions[8, 8] and fractions[8, 8] > 0.9
 
 
 def test_shared_noise_gives_the_same_text_with_and_without_a_draft():
@@ -80,6 +80,10 @@ def test_the_model_keeps_its_weights_and_the_copies_are_as_small_as_said():
     estimate = low_precision.estimate_bytes(engine.decoder, 4, 8, None)
     assert estimate <= drafter.num_bytes <= estimate * 1.1
     assert isinstance(drafter.head.weight, PackedWeight) and drafter.head.weight.bits == 8
+    own_head = LowPrecisionDrafter(engine.decoder, 4, 16)
+    assert own_head.head.weight is engine.decoder.head[0] and own_head.head.num_bytes == 0
+    estimate = low_precision.estimate_bytes(engine.decoder, 4, 16, None)
+    assert estimate <= own_head.num_bytes <= estimate * 1.1
 
 
 def test_weights_that_cannot_be_packed_stay_and_are_named():

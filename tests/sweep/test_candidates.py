@@ -90,8 +90,9 @@ def test_all_drafters_are_profiled_and_the_hybrid_takes_the_best_that_runs_layer
     monkeypatch.setattr(candidates, "draft_costs", costs)
     found = trials.candidates(make_requests(2, 16), SamplingParams())
     eight, wide = DraftSettings("low-precision", draft_bits=8), DraftSettings("low-precision", draft_group=64)
-    assert [c.settings for c in found] == [COPY, FOUR, wide, eight, DraftSettings("hybrid")]
-    assert timed == ["copy", *["low-precision"] * 3], "a part is timed once"
+    small_head = DraftSettings("low-precision", draft_head_bits=4)
+    assert [c.settings for c in found] == [COPY, FOUR, wide, small_head, eight, DraftSettings("hybrid")]
+    assert timed == ["copy", *["low-precision"] * 4], "a part is timed once"
     assert found[1].alpha is not None and found[1].alpha > 0.5
     assert trials.drafter(DraftSettings("hybrid")).parts() == [trials.drafter(COPY), trials.drafter(FOUR)]
 
@@ -103,7 +104,9 @@ def test_what_cannot_be_tried_here_is_said(
     found = trials.candidates(make_requests(1, 8), SamplingParams())
     assert [c.settings for c in found] == [COPY]
     assert trials.skipped.pop("hybrid") == "no drafter was tried that runs layers"
-    assert set(trials.skipped) == {f"low-precision {kind}" for kind in ("4-bit", "4-bit group 64", "8-bit")}
+    assert set(trials.skipped) == {
+        f"low-precision {kind}" for kind in ("4-bit", "4-bit group 64", "4-bit head 4-bit", "8-bit")
+    }
     assert all("no fast product" in reason for reason in trials.skipped.values())
 
 
@@ -119,7 +122,7 @@ def test_every_size_of_a_draft_vocabulary_is_tried_with_the_best_of_each_drafter
     trials = Trials(Engine(load_decoder(str(own_checkpoint)), numerics="fast"), str(own_checkpoint), config, 0.0)
     found = trials.candidates(make_requests(1, 12), SamplingParams())
     sizes = [c.settings.draft_vocab for c in found]
-    assert sizes[:4] == [None] * 4 and sizes[4] == 20 and len(sizes) == 6
-    assert sizes[5] is not None and 20 < sizes[5] <= 101, "no more than are ranked"
+    assert sizes[:5] == [None] * 5 and sizes[5] == 20 and len(sizes) == 7
+    assert sizes[6] is not None and 20 < sizes[6] <= 101, "no more than are ranked"
     assert all(c.settings.drafter == "low-precision" for c in found[1:])
-    assert len({c.label for c in found}) == 6
+    assert len({c.label for c in found}) == 7

@@ -29,11 +29,11 @@ PRODUCTS, INTEGERS = ir.VectorType(I32, HALF), ir.VectorType(I32, LANES)
 def to_records(row):  # type: ignore[no-untyped-def]
     """Replace each `BLOCK` of an fp32 row, in place, by a record of the same 128 bytes.
 
-    A record is int16 [32], the numbers; int32 [8], in lane l −8 times the sum of numbers 2 l and 2 l + 1, whose
-    products meet there (4-bit weights of a first half are stored plus 8); fp32 [8], the scale in every lane. An
-    infinity or NaN makes the scale NaN, and with it every result of the row.
+    A record is int16 [32], the numbers; fp32 [8], in lane l the scale times the sum of numbers 2 l, 2 l + 1, 2 l + 16
+    and 2 l + 17, whose products meet there (what a minimum of 4-bit weights is multiplied with); fp32 [8], the scale in
+    every lane. An infinity or NaN makes the scale NaN, and with it every result of the row.
     """
-    numbers, words = row.view(np.int16), row.view(np.int32)
+    numbers = row.view(np.int16)
     for start in range(0, row.size, BLOCK):
         block = row[start : start + BLOCK].copy()
         bits = block.view(np.int32)
@@ -51,14 +51,16 @@ def to_records(row):  # type: ignore[no-untyped-def]
             numbers[2 * start + i] = np.int16(np.floor(block[i] * inverse + np.float32(0.5)))
         for lane in range(LANES):
             first = 2 * (start + lane)
-            words[start + HALF + lane] = -8 * (np.int32(numbers[first]) + np.int32(numbers[first + 1]))
+            pairs = np.int32(numbers[first]) + np.int32(numbers[first + 1])
+            pairs += np.int32(numbers[first + HALF]) + np.int32(numbers[first + HALF + 1])
+            row[start + HALF + lane] = scale * np.float32(pairs)
             row[start + HALF + LANES + lane] = scale
 
 
 class IntegerTile(Tile):
     """Weights as `PackedWeight` has them, inputs as `to_records` leaves them, `size` a multiple of `BLOCK`.
 
-    `scale` holds one fp32 per column (int8) or per column and group of weights (int4).
+    `scale` holds one fp32 per column (int8), or a scale and a minimum in bf16 per column and group of weights (int4).
     """
 
     bits: ClassVar = {"int8": 8, "int4": 4}
@@ -66,14 +68,14 @@ class IntegerTile(Tile):
     def emit(self) -> None:
         """Emit the whole tile."""
         b = self.b
-        # 32 = 2^5 weights share a scale, or 64 where scales of 4 bytes take a 16th of a byte per weight.
+        # 32 = 2^5 weights share 4 bytes of scale and minimum, or 64 where these take a 16th of a byte per weight.
         wide = b.icmp_signed("==", self.size, b.shl(self.scale_stride, I64(4)))
         self.group_shift = b.add(I64(5), b.zext(wide, I64))
         sums = self.loop(I64(0), self.size, BLOCK, self.sums, self._step)
         for (row, column), value in sums.items():
             total = self.tree_sum(value)
             if self.format == "int8":
-                total = b.fmul(total, self._load_scale(column, I64(0)))
+                total = b.fmul(total, self.load(b.add(self.scale, b.mul(self.scale_stride, I64(column))), F32, 4))
             self.store(row, column, total)
 
     def _step(self, position: Any, sums: dict) -> dict:
@@ -81,29 +83,39 @@ class IntegerTile(Tile):
         b, int4 = self.b, self.format == "int4"
         self.prefetch(position, BLOCK)
         weights = [self._unpack(column, position) for column in self.columns]
-        scales = [self._splat(self._load_scale(column, position)) if int4 else None for column in self.columns]
+        lines = [self._load_line(column, position) for column in self.columns] if int4 else []
         results = {}
         for row in self.rows:
             record = b.add(self.x[row], b.mul(position, I64(4)))
             halves = [self.load(b.add(record, I64(2 * HALF * half)), SHORTS, 4) for half in (0, 1)]
-            correction = self.load(b.add(record, I64(2 * BLOCK)), INTEGERS, 4)
+            scaled_sums = self.load(b.add(record, I64(2 * BLOCK)), VECTOR, 4)
             scale = self.load(b.add(record, I64(3 * BLOCK)), VECTOR, 4)
             for column in self.columns:
                 low, high = (self._pair_sums(x, w) for x, w in zip(halves, weights[column], strict=True))
-                total = b.add(b.add(low, correction), high) if int4 else b.add(low, high)
-                factor = b.fmul(scale, scales[column]) if int4 else scale
-                results[row, column] = self.fma(b.sitofp(total, VECTOR), factor, sums[row, column])
+                total, factor, addend = b.sitofp(b.add(low, high), VECTOR), scale, sums[row, column]
+                if int4:
+                    weight_scale, minimum = lines[column]
+                    factor, addend = b.fmul(scale, weight_scale), self.fma(scaled_sums, minimum, addend)
+                results[row, column] = self.fma(total, factor, addend)
         return results
 
     def _unpack(self, column: int, position: Any) -> tuple[Any, Any]:
-        """Load a block of weights as its two halves, in 16 bits each; of int4 the first is 0..15, the second −8..7."""
+        """Load a block of weights as its two halves, in 16 bits each; of int4 they are the levels 0..15."""
         b = self.b
         if self.format == "int8":
             address = b.add(self.w[column], position)
             low, high = (b.sext(self.load(b.add(address, I64(HALF * half)), BYTES, 1), SHORTS) for half in (0, 1))
             return low, high
-        packed = b.sext(self.load(b.add(self.w[column], b.lshr(position, I64(1))), BYTES, 1), SHORTS)
-        return b.and_(packed, ir.Constant(SHORTS, [15] * HALF)), b.ashr(packed, ir.Constant(SHORTS, [4] * HALF))
+        packed = b.zext(self.load(b.add(self.w[column], b.lshr(position, I64(1))), BYTES, 1), SHORTS)
+        return b.and_(packed, ir.Constant(SHORTS, [15] * HALF)), b.lshr(packed, ir.Constant(SHORTS, [4] * HALF))
+
+    def _load_line(self, column: int, position: Any) -> tuple[Any, Any]:
+        """Load the scale and the minimum of a group of int4, in every lane."""
+        b = self.b
+        offset = b.add(b.mul(self.scale_stride, I64(column)), b.shl(b.lshr(position, self.group_shift), I64(2)))
+        both = self._splat(self.load(b.add(self.scale, offset), I32, 4))
+        sixteen, upper = (ir.Constant(INTEGERS, [value] * LANES) for value in (16, 0xFFFF0000))
+        return b.bitcast(b.shl(both, sixteen), VECTOR), b.bitcast(b.and_(both, upper), VECTOR)
 
     def _pair_sums(self, x: Any, w: Any) -> Any:
         """Sum products of neighbours in 32 bits. LLVM makes one instruction of these lines on CPUs that have it."""
@@ -113,11 +125,6 @@ class IntegerTile(Tile):
         even, odd = (b.shuffle_vector(products, undefined, indices(range(first, HALF, 2))) for first in (0, 1))
         return b.add(even, odd)
 
-    def _load_scale(self, column: int, position: Any) -> Any:
-        b = self.b
-        offset = b.add(b.mul(self.scale_stride, I64(column)), b.shl(b.lshr(position, self.group_shift), I64(2)))
-        return self.load(b.add(self.scale, offset), F32, 4)
-
     def _splat(self, value: Any) -> Any:
-        undefined = ir.Constant(VECTOR, ir.Undefined)
+        undefined = ir.Constant(INTEGERS, ir.Undefined)
         return self.b.shuffle_vector(self.b.insert_element(undefined, value, I32(0)), undefined, indices([0] * LANES))

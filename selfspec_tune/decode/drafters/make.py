@@ -25,8 +25,8 @@ class DraftSettings:
 
     Attributes:
         exit_layer: E; None where the drafter needs none (low-precision: all layers).
-        draft_bits, draft_head_bits: low-precision: bits of the layers' and of the head's weights (None: the same).
-        draft_group: low-precision: weights that share a scale in 4 bits.
+        draft_bits, draft_head_bits: low-precision: bits of the layers' and of the head's weights.
+        draft_group: low-precision: weights that share a scale and a minimum in 4 bits.
         hybrid_with: hybrid: the drafter beside `copy`.
         draft_vocab: draft only so many of the most frequent tokens; None for all.
     """
@@ -34,7 +34,7 @@ class DraftSettings:
     drafter: config.Drafter
     exit_layer: int | None = None
     draft_bits: int = 4
-    draft_head_bits: int | None = None
+    draft_head_bits: int = 8
     draft_group: int = 32
     hybrid_with: config.HybridWith = "low-precision"
     draft_vocab: int | None = None
@@ -67,7 +67,7 @@ class DraftSettings:
         if self.drafter == "low-precision":
             words.append(f"{self.draft_bits}-bit")
             words.append(f"group {self.draft_group}" if self.draft_bits == 4 and self.draft_group != 32 else "")
-            words.append(f"head {self.draft_head_bits}-bit" if self.draft_head_bits else "")
+            words.append(f"head {self.draft_head_bits}-bit" if self.draft_head_bits != 8 else "")
         words.append(f"N={self.draft_vocab}" if self.draft_vocab is not None else "")
         return " ".join(word for word in words if word)
 
