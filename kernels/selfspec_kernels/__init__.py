@@ -6,7 +6,7 @@
 from selfspec_kernels import cpu
 from selfspec_kernels.ops import Mode, Norm, compiled, few_row_linear, rope_kv_write
 from selfspec_kernels.reference import BLOCK, ragged_attention, visibility_bias
-from selfspec_kernels.weights import GROUP, GROUPS, PackedWeight, pack, packable
+from selfspec_kernels.weights import GROUP, GROUPS, PackedWeight, pack, packed_bytes
 
 __all__ = [
     "BLOCK",
@@ -19,7 +19,7 @@ __all__ = [
     "cpu",
     "few_row_linear",
     "pack",
-    "packable",
+    "packed_bytes",
     "ragged_attention",
     "rope_kv_write",
     "visibility_bias",

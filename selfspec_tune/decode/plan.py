@@ -9,7 +9,6 @@ from typing import Any
 from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import MAX_DRAFT_TOKENS, DecodeConfig, flag
 from selfspec_tune.decode.drafters import Drafter
-from selfspec_tune.decode.drafters.low_precision import LowPrecisionDrafter
 from selfspec_tune.decode.drafters.make import DraftSettings, make_drafter
 from selfspec_tune.decode.engine import Completion, Engine, Request
 from selfspec_tune.decode.policy import CostPolicy, DraftPolicy, Policy, WindowPolicy
@@ -246,7 +245,5 @@ def make_plan(
     for part in drafter.parts() if drafter else []:
         if part.num_bytes:
             choice.notices.append(f"the {part.name} draft takes {part.num_bytes / 2**20:.0f} MiB more memory")
-        if isinstance(part, LowPrecisionDrafter):
-            choice.notices.extend(f"left in full precision: {line}" for line in part.unpacked)
     policy = make_policy(engine, drafter, choice, artifact, progress) if drafter else DraftPolicy(0)
     return Plan(engine, drafter, choice, policy)

@@ -51,15 +51,15 @@ class FusedLayer:
         gate_up = few_row_linear(hidden, self.gate_up, self.gate_up_bias, norm=self.mlp_norm, mode=mode)
         return few_row_linear(gate_up, self.down, self.down_bias, gated=True, residual=hidden, mode=mode)
 
-    def with_weights(self, change: Callable[[Tensor, str], Tensor | PackedWeight]) -> FusedLayer:
+    def with_weights(self, change: Callable[[Tensor], PackedWeight]) -> FusedLayer:
         """Return a layer that shares norms, biases and its part of the cache, with other weights for its products.
 
         Args:
-            change: `change(weight [N, K], name)` returns what takes the place of a weight.
+            change: returns what takes the place of a weight [N, K].
         """
         other = copy.copy(self)
         for name in ("qkv", "out", "gate_up", "down"):
-            setattr(other, name, change(getattr(self, name), f"layer {self.index} {name}"))
+            setattr(other, name, change(getattr(self, name)))
         return other
 
     def products(self) -> list[tuple[Tensor | PackedWeight, Tensor | None]]:

@@ -78,19 +78,18 @@ def test_the_model_keeps_its_weights_and_the_copies_are_as_small_as_said():
     drafter = LowPrecisionDrafter(engine.decoder, 4, 8)
     assert all(torch.equal(weight, before[name]) for name, weight in engine.decoder.model.named_parameters())
     estimate = low_precision.estimate_bytes(engine.decoder, 4, 8, None)
-    assert estimate <= drafter.num_bytes <= estimate * 1.1
+    assert estimate == drafter.num_bytes
     assert isinstance(drafter.head.weight, PackedWeight) and drafter.head.weight.bits == 8
     own_head = LowPrecisionDrafter(engine.decoder, 4, 16)
     assert own_head.head.weight is engine.decoder.head[0] and own_head.head.num_bytes == 0
     estimate = low_precision.estimate_bytes(engine.decoder, 4, 16, None)
-    assert estimate <= own_head.num_bytes <= estimate * 1.1
+    assert estimate == own_head.num_bytes
 
 
-def test_weights_that_cannot_be_packed_stay_and_are_named():
+def test_a_model_of_any_width_drafts():
     engine = engine_for(intermediate_size=40)
     drafter = LowPrecisionDrafter(engine.decoder, 4)
-    assert len(drafter.unpacked) == engine.decoder.num_layers and "40 inputs" in drafter.unpacked[0]
-    assert engine.generate([Request("a", PROMPTS[0], 20)], GREEDY, drafter, DraftPolicy(3))[1].rounds > 0
+    assert engine.generate([Request("a", PROMPTS[0], 20)], GREEDY, drafter, DraftPolicy(3))[1].accepted > 0
 
 
 def test_bad_options_and_machines_are_user_errors(monkeypatch):

@@ -69,7 +69,9 @@ def test_with_all_that_stands_around_the_product(rows, size, width, dtype, mode)
 
 @pytest.mark.parametrize("kind", KINDS[2:])
 @pytest.mark.parametrize("mode", ["compiled", "reference"])
-@pytest.mark.parametrize("rows, size, width", [(1, 64, 50), (5, 192, 91), (3, 576, 7), (9, 64, 1)])
+@pytest.mark.parametrize(
+    "rows, size, width", [(1, 64, 50), (5, 192, 91), (3, 576, 7), (9, 64, 1), (4, 40, 9), (1, 97, 6)]
+)
 def test_packed_weights(rows, size, width, mode, kind):
     weight, inputs = weight_of(kind, width, size), inputs_of(kind, rows, size)
     out = few_row_linear(inputs, weight, mode=mode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from selfspec_kernels import GROUP, PackedWeight, pack, packable, weights
+from selfspec_kernels import GROUP, PackedWeight, pack, packed_bytes, weights
 
 
 def weight(rows: int = 40, size: int = 96) -> torch.Tensor:
@@ -59,26 +59,43 @@ def test_a_weight_packed_in_parts_is_packed_as_one(monkeypatch):
         assert torch.equal(whole.data, parts.data) and torch.equal(whole.scale, parts.scale)
 
 
-def test_halves_of_a_byte_are_weights_half_a_block_apart():
-    data = torch.zeros(1, 16, dtype=torch.uint8)
-    data[0, 0], data[0, 15] = 0x1F, 0x83
-    values = PackedWeight((1, 32), 4, data, torch.tensor([[[0.5, -4.0]]], dtype=torch.bfloat16)).dequantised()[0]
-    assert ((values[[0, 16, 15, 31]] + 4) * 2).tolist() == [15, 1, 3, 8] and (values[1:15] == -4).all()
+def test_places_of_levels_are_as_documented():
+    """Vector j of a block has weights 8 j..8 j + 7 of its first half, then of its second."""
+    levels = torch.arange(64) % 16
+    line = torch.tensor([[[0.5, -4.0]] * 2], dtype=torch.bfloat16)
+    places = [[8 * j + lane % 8 + 32 * (lane >= 8) for lane in range(16)] for j in range(4)]
+    bytes_of_4 = [int(levels[places[j][lane]] | levels[places[j + 1][lane]] << 4) for lane in range(16) for j in (0, 2)]
+    packed = PackedWeight((1, 64), 4, torch.tensor([bytes_of_4], dtype=torch.uint8), line)
+    assert torch.equal(packed.dequantised()[0], levels * 0.5 - 4)
+    data = (torch.arange(64) - 30).to(torch.int8)[torch.tensor(places).flatten()][None]
+    assert torch.equal(
+        PackedWeight((1, 64), 8, data, torch.tensor([2.0])).dequantised()[0], torch.arange(64) * 2.0 - 60
+    )
 
 
 def test_zero_rows_and_bytes():
-    full = weight()
+    full = weight(40, 192)
     full[3] = 0
-    for bits, expected in ((8, 40 * 96 + 4 * 40), (4, 40 * 48 + 4 * 40 * 3)):
-        packed = pack(full, bits)
-        assert not packed.dequantised()[3].any() and packed.num_bytes == expected
+    for bits, group, expected in (
+        (8, 32, 40 * 192 + 4 * 40),
+        (4, 32, 40 * 96 + 4 * 40 * 6),
+        (4, 64, 40 * 96 + 4 * 40 * 3),
+    ):
+        packed = pack(full, bits, group)
+        assert not packed.dequantised()[3].any()
+        assert packed.num_bytes == packed_bytes(full.shape, bits, group) == expected
 
 
-def test_shapes_that_cannot_be_packed_are_named():
-    for bits, group, size in ((4, 32, 40), (8, 32, 40), (4, 64, 96)):
-        assert f"its {size} inputs are no multiple of {group}" in packable(torch.zeros(8, size), bits, group)
-    assert not packable(torch.zeros(8, 96), 4) and not packable(torch.zeros(8, 96), 8)
-    with pytest.raises(ValueError, match="40 inputs"):
-        pack(torch.zeros(8, 40), 4)
+@pytest.mark.parametrize("bits, group", [(8, 32), (4, 32), (4, 64)])
+def test_rows_of_any_length_are_packed_and_what_fills_them_costs_no_digits(bits, group):
+    for size in (1, 40, 96, 130):
+        full = weight(6, size) + 3
+        packed = pack(full, bits, group)
+        assert packed.shape == (6, size) and packed.group == (size if bits == 8 else group)
+        assert packed.num_bytes == packed_bytes(full.shape, bits, group)
+        assert (packed.dequantised() - full).abs().max() < (0.05 if bits == 8 else 0.3)
+
+
+def test_no_other_group():
     with pytest.raises(ValueError, match="no group of 48"):
         pack(torch.zeros(8, 96), 4, 48)

@@ -11,6 +11,7 @@ from selfspec_kernels.cpu.formats import BFLOAT16, FLOAT32, INT4, INT8
 from selfspec_kernels.cpu.integers import IntegerTile, to_records
 from selfspec_kernels.cpu.lanes import FloatTile, Tile, make_tile
 from selfspec_kernels.cpu.memory import bytes_of, exp_row, load_row, pointer, store_row
+from selfspec_kernels.weights import BLOCK
 
 
 def _make_columns(kind: type[Tile], weight_format: str) -> Any:
@@ -102,14 +103,18 @@ def _finish(row, position, column, bias, residual, number_format, out, out_forma
 
 @njit
 def prepare_inputs(x, norm, eps, gated, number_format, weight_format, rows, size):  # type: ignore[no-untyped-def]
-    """Return what goes into the product, [rows, size]: x, RMSNorm(x) or silu(gate) · up, in fp32 or as records.
+    """Return what goes into the product: x, RMSNorm(x) or silu(gate) · up, fp32 [rows, size] or records.
+
+    Records are [rows, size rounded up to whole blocks].
 
     Args:
         x: address of [rows, size] numbers, [rows, 2 · size] if `gated`.
         norm: address of the norm's weights, or 0.
         number_format: of x and norm: `formats.FLOAT32` or `BFLOAT16`.
     """
-    inputs, scratch = np.empty((rows, size), np.float32), np.empty(1, np.float32)
+    packed = weight_format in (INT8, INT4)
+    held = np.zeros((rows, (size + BLOCK - 1) // BLOCK * BLOCK if packed else size), np.float32)
+    inputs, scratch = held[:, :size], np.empty(1, np.float32)
     bytes_each = bytes_of(number_format)
     for row in range(rows):
         if gated:
@@ -118,9 +123,9 @@ def prepare_inputs(x, norm, eps, gated, number_format, weight_format, rows, size
             load_row(x + row * size * bytes_each, number_format, inputs[row])
         if norm != 0:
             normalise(inputs[row], norm, number_format, eps, scratch)
-        if weight_format in (INT8, INT4):
-            to_records(inputs[row])
-    return inputs
+        if packed:
+            to_records(held[row])
+    return held
 
 
 @njit

@@ -7,11 +7,10 @@ reads is exact and there is no second cache. The draft is no target arithmetic: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import torch
-from selfspec_kernels import GROUP, GROUPS, PackedWeight, compiled, pack, packable
+from selfspec_kernels import GROUP, GROUPS, PackedWeight, compiled, pack, packed_bytes
 from torch import Tensor
 
 from selfspec_tune.decode.drafters import ChooseToken, Draft, Drafter, Enough, Source, never
@@ -37,7 +36,6 @@ class LowPrecisionDrafter(Drafter):
 
     Attributes:
         num_bytes: memory the copies take.
-        unpacked: weights left as they are because of their shape, and why.
 
     Raises:
         UserError: no compiled product for this device and dtype, an unknown number of bits, or too little memory.
@@ -71,11 +69,10 @@ class LowPrecisionDrafter(Drafter):
         if group not in GROUPS:
             raise UserError("no such group of weights", got=group, allowed="32, 64", command="--draft-group 32")
         self.decoder, self.exit_layer, self.group = decoder, exit_layer, group
-        self.unpacked: list[str] = []
-        check_memory(estimate_bytes(decoder, bits, head_bits, exit_layer, None if vocab is None else len(vocab)))
+        check_memory(estimate_bytes(decoder, bits, head_bits, exit_layer, None if vocab is None else len(vocab), group))
         last = exit_layer or decoder.num_layers
-        self.layers = [layer.with_weights(self._packer(bits)) for layer in decoder.layers(0, last)]
-        pack_head = None if head_bits == 16 else lambda rows: self._packer(head_bits)(rows, "head")
+        self.layers = [layer.with_weights(partial(pack, bits=bits, group=group)) for layer in decoder.layers(0, last)]
+        pack_head = None if head_bits == 16 else partial(pack, bits=head_bits, group=group)
         self.head = DraftHead(decoder, vocab, pack=pack_head)
 
     @property
@@ -108,31 +105,22 @@ class LowPrecisionDrafter(Drafter):
             hidden = layer(hidden, step)
         return self.head(hidden, decoder.final_norm)[:, 0]
 
-    def _packer(self, bits: int) -> Any:
-        def packed(weight: Tensor, name: str) -> Tensor | PackedWeight:
-            reason = packable(weight, bits, self.group)
-            if reason:
-                self.unpacked.append(f"{name}: {reason}")
-                return weight
-            return pack(weight, bits, self.group)
-
-        return packed
-
 
 def estimate_bytes(
-    decoder: LayeredDecoder, bits: int, head_bits: int, exit_layer: int | None, head_rows: int | None = None
+    decoder: LayeredDecoder,
+    bits: int,
+    head_bits: int,
+    exit_layer: int | None,
+    head_rows: int | None = None,
+    group: int = GROUP,
 ) -> int:
-    """Return about how many bytes the copies of a draft take: the weights, and 4 bytes per group or row."""
-
-    def sizes() -> Iterator[tuple[int, int]]:
-        for layer in range(exit_layer or decoder.num_layers):
-            for weight, _ in decoder.products(layer):
-                yield weight.numel(), bits
-        rows, size = decoder.head[0].shape
-        if head_bits != 16 or head_rows is not None:
-            yield (rows if head_rows is None else head_rows) * size, head_bits
-
-    return sum(count * each // 8 + (count // 8 if each == 4 else 0) for count, each in sizes())
+    """Return how many bytes the copies of a draft take."""
+    layers = range(exit_layer or decoder.num_layers)
+    found = sum(packed_bytes(weight.shape, bits, group) for layer in layers for weight, _ in decoder.products(layer))
+    rows, size = decoder.head[0].shape
+    if head_bits != 16:
+        return found + packed_bytes((head_rows or rows, size), head_bits, group)
+    return found + (0 if head_rows is None else head_rows * size * decoder.head[0].element_size())
 
 
 def check_memory(needed: int) -> None:
