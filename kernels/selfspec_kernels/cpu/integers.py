@@ -131,7 +131,7 @@ class IntegerTile(Tile):
         for first in (0, HALF):
             group = b.lshr(b.add(position, I64(first)), self.group_shift)
             offset = b.add(b.mul(self.scale_stride, I64(column)), b.shl(group, I64(2)))
-            halves.append(self._splat(self.load(b.add(self.scale, offset), I32, 4)))
+            halves.append(self.splat(self.load(b.add(self.scale, offset), I32, 4)))
         both = b.shuffle_vector(*halves, indices([0] * (LANES // 2) + [LANES] * (LANES // 2)))
         sixteen, upper = (ir.Constant(INTEGERS, [value] * LANES) for value in (16, 0xFFFF0000))
         return b.bitcast(b.shl(both, sixteen), VECTOR), b.bitcast(b.and_(both, upper), VECTOR)
@@ -143,7 +143,3 @@ class IntegerTile(Tile):
         undefined = ir.Constant(PRODUCTS, ir.Undefined)
         even, odd = (b.shuffle_vector(products, undefined, indices(range(first, PLACES, 2))) for first in (0, 1))
         return b.add(even, odd)
-
-    def _splat(self, value: Any) -> Any:
-        undefined = ir.Constant(INTEGERS, ir.Undefined)
-        return self.b.shuffle_vector(self.b.insert_element(undefined, value, I32(0)), undefined, indices([0] * LANES))

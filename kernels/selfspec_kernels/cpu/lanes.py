@@ -56,12 +56,17 @@ class Tile(ABC):
 
     def __init__(self, builder: Any, weight_format: str, rows: int, columns: int, arguments: Any) -> None:
         self.b, self.format, self.rows, self.columns = builder, weight_format, range(rows), range(columns)
-        x, w, self.scale, self.out, self.size, x_stride, w_stride, self.scale_stride, self.out_stride = arguments
+        x, self.w_start, self.scale, self.out, self.size, x_stride, self.w_stride, *strides = arguments
+        self.scale_stride, self.out_stride = strides
         b = builder
         self.x = [b.add(x, b.mul(x_stride, I64(4 * row))) for row in self.rows]
-        self.w = [b.add(w, b.mul(w_stride, I64(column))) for column in self.columns]
-        self.next = b.add(w, b.add(b.mul(w_stride, I64(columns)), I64(AHEAD)))
+        self.w = self.column_addresses()
+        self.next = b.add(self.w_start, b.add(b.mul(self.w_stride, I64(columns)), I64(AHEAD)))
         self.sums = {(row, column): ir.Constant(VECTOR, [0.0] * LANES) for row in self.rows for column in self.columns}
+
+    def column_addresses(self) -> list[Any]:
+        """Return where each column begins."""
+        return [self.b.add(self.w_start, self.b.mul(self.w_stride, I64(column))) for column in self.columns]
 
     @abstractmethod
     def emit(self) -> None:
@@ -124,6 +129,11 @@ class Tile(ABC):
         function = cgutils.get_or_insert_function(self.b.module, ir.FunctionType(kind, [kind] * 3), name)
         return self.b.call(function, [left, right, addend])
 
+    def splat(self, value: Any) -> Any:
+        """Put a number into every lane."""
+        undefined = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+        return self.b.shuffle_vector(self.b.insert_element(undefined, value, I32(0)), undefined, indices([0] * LANES))
+
     def tree_sum(self, vector: Any) -> Any:
         """Add up the lanes, halves first."""
         count = LANES
@@ -153,7 +163,8 @@ class FloatTile(Tile):
         """Add the products of `count` elements, LANES as a vector or 1, to the sums."""
         if count > 1:
             self.prefetch(position, count)
-        weights = [self._load_weights(column, position, count) for column in self.columns]
+        offset = self.b.mul(position, I64(self.bits[self.format] // 8))
+        weights = [self.load_floats(self.b.add(column, offset), count) for column in self.w]
         results = {}
         for row in self.rows:
             x = self.load(self.b.add(self.x[row], self.b.mul(position, I64(4))), VECTOR if count > 1 else F32, 4)
@@ -161,19 +172,52 @@ class FloatTile(Tile):
                 results[row, column] = self.fma(x, weights[column], sums[row, column])
         return results
 
-    def _load_weights(self, column: int, position: Any, count: int) -> Any:
-        """Load `count` weights of a row from an element on, as fp32 (a vector, or a scalar for 1)."""
+    def load_floats(self, address: Any, count: int) -> Any:
+        """Load `count` numbers of w as fp32 (a vector, or a scalar for 1)."""
         b = self.b
 
         def kind(element: Any) -> Any:
             return ir.VectorType(element, count) if count > 1 else element
 
-        address = b.add(self.w[column], b.mul(position, I64(self.bits[self.format] // 8)))
         if self.format == "float32":
             return self.load(address, kind(F32), 4)
         bits = b.zext(self.load(address, kind(I16), 2), kind(I32))
         sixteen = ir.Constant(kind(I32), [16] * count if count > 1 else 16)
         return b.bitcast(b.shl(bits, sixteen), kind(F32))
+
+
+class MixTile(FloatTile):
+    """Weighted sums of rows: out[r, :] += Σ x[r, s] · w[s, :] for s = 0..size - 1, in order of s, in fp32.
+
+    A column is a vector of `LANES` numbers, `MixTile` knows fp32 and bf16 ones. A number of out is one chain of fused
+    multiply-adds, so its bits do not depend on where a sum was interrupted.
+    """
+
+    def column_addresses(self) -> list[Any]:
+        """Return where the first row of w has each column."""
+        width = LANES * self.bits[self.format] // 8
+        return [self.b.add(self.w_start, I64(width * column)) for column in self.columns]
+
+    def emit(self) -> None:
+        """Emit the whole tile."""
+        b = self.b
+        cells = {
+            (row, column): b.add(self.out, b.add(b.mul(self.out_stride, I64(4 * row)), I64(4 * LANES * column)))
+            for row, column in self.sums
+        }
+        sums = {cell: self.load(address, VECTOR, 4) for cell, address in cells.items()}
+        for cell, total in self.loop(I64(0), self.size, 1, sums, self._add_row).items():
+            b.store(total, self.pointer(cells[cell], VECTOR), align=4)
+
+    def _add_row(self, position: Any, sums: dict) -> dict:
+        b, row_at = self.b, self.b.mul(self.w_stride, position)
+        values = [self.load_floats(b.add(self.w[column], row_at), LANES) for column in self.columns]
+        results = {}
+        for row in self.rows:
+            weights = self.splat(self.load(b.add(self.x[row], b.mul(position, I64(4))), F32, 4))
+            for column in self.columns:
+                results[row, column] = self.fma(weights, values[column], sums[row, column])
+        return results
 
 
 def indices(values: Any) -> Any:
