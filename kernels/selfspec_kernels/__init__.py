@@ -6,12 +6,13 @@
 from selfspec_kernels import cpu
 from selfspec_kernels.ops import Mode, Norm, compiled, few_row_linear, rope_kv_write
 from selfspec_kernels.reference import BLOCK, ragged_attention, visibility_bias
-from selfspec_kernels.weights import GROUP, GROUPS, PackedWeight, pack, packed_bytes
+from selfspec_kernels.weights import GROUP, GROUPS, LayerWeights, PackedWeight, pack, packed_bytes
 
 __all__ = [
     "BLOCK",
     "GROUP",
     "GROUPS",
+    "LayerWeights",
     "Mode",
     "Norm",
     "PackedWeight",

@@ -61,6 +61,31 @@ class PackedWeight:
         return torch.addcmul(minimum[..., None], levels, scale[..., None]).flatten(1)[:, :size]
 
 
+@dataclass(frozen=True)
+class LayerWeights:
+    """What a pre-norm decoder layer with grouped-query attention and a gated SiLU MLP computes with.
+
+    Attributes:
+        cache_layer: where its keys and values stand in the cache.
+        qkv, out, gate_up, down: (weight, bias or None) of its products.
+        input_norm, mlp_norm: RMSNorms, weight and epsilon.
+        head_norms: those of query and key heads, with one epsilon.
+        scale: of attention scores.
+        window: attention window, or None.
+    """
+
+    cache_layer: int
+    qkv: tuple[Tensor | PackedWeight, Tensor | None]
+    out: tuple[Tensor | PackedWeight, Tensor | None]
+    gate_up: tuple[Tensor | PackedWeight, Tensor | None]
+    down: tuple[Tensor | PackedWeight, Tensor | None]
+    input_norm: tuple[Tensor, float]
+    mlp_norm: tuple[Tensor, float]
+    head_norms: tuple[tuple[Tensor, float], tuple[Tensor, float]] | None
+    scale: float
+    window: int | None
+
+
 def packed_bytes(shape: Sequence[int], bits: int, group: int = GROUP) -> int:
     """Return the memory that a weight [N, K] will take: levels, and 4 bytes per row or group."""
     rows, size = shape[0], -(-shape[1] // BLOCK) * BLOCK

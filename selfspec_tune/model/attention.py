@@ -56,6 +56,12 @@ class Step:
         self._biases: dict[int | None, Tensor] = {}
         self._all_visible = positions.shape == (1, 1)
 
+    def run(self, table: cpu.LayerTable, hidden: Tensor, start: int, stop: int, num_heads: int) -> Tensor:
+        """Run layers start..stop of a compiled stack on [B, T, d] hidden states; returns new ones."""
+        cache = self.cache
+        arguments = (cache.keys, cache.values, self.positions, self.num_written, self.rotary, num_heads)
+        return table.run(hidden, start, stop, *arguments)
+
     def rotate_and_write(self, layer: int, heads: Tensor, num_heads: int, norms: tuple[Norm, Norm] | None) -> Tensor:
         """Rotate queries and keys of [B, T, (H + 2 Hkv) · D], write keys and values; return queries [B, T, H, D]."""
         keys, values = self.cache.read(layer, self.cache.capacity)

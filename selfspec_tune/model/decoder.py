@@ -20,7 +20,7 @@ from selfspec_tune.model import attention, load
 from selfspec_tune.model.attention import InterfaceCache, Step
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.families import describe
-from selfspec_tune.model.layer import FusedLayer, rms_norm_of, widens
+from selfspec_tune.model.layer import FusedLayer, LayerStack, rms_norm_of, widens
 from selfspec_tune.model.rows import ANY_ROWS, RowCounts, repeat_last
 
 PREFILL_CHUNK = 128
@@ -78,7 +78,8 @@ class LayeredDecoder:
         self._layers: list[Any] = list(backbone.layers)
         self.fused = fused
         if fused:
-            self._layers = [FusedLayer(layer, index, self.family) for index, layer in enumerate(self._layers)]
+            self._stack = LayerStack([FusedLayer(layer, i, self.family) for i, layer in enumerate(self._layers)])
+            self._layers = self._stack.layers
         else:
             attention.register_interface()
             model.set_attn_implementation(attention.INTERFACE_NAME)
@@ -106,7 +107,7 @@ class LayeredDecoder:
         index = len(self._layers)
         if self.fused:
             windows = self.family.windows[: self.num_layers] + (self.family.windows[like],) * (index + 1)
-            self._layers.append(FusedLayer(module, index, replace(self.family, windows=windows)))
+            self._stack.append(FusedLayer(module, index, replace(self.family, windows=windows)))
         else:
             module.self_attn.layer_idx = index
             self._layers.append(module)
@@ -129,7 +130,7 @@ class LayeredDecoder:
         padded = self.rows.padded(num_rows) if pad else num_rows
         hidden, positions = repeat_last(hidden, padded), repeat_last(positions, padded)
         step = self.step(positions, num_rows, cache, start, stop, many_rows=not pad)
-        run = self._run_fused if self.fused else self._run_modules
+        run = self._stack.run if self.fused else self._run_modules
         if self.tap is not None and start < self.tap.layer < stop:
             hidden = run(hidden, step, start, self.tap.layer)
             self.tap.call(hidden[:, :num_rows], positions[:, :num_rows], cache)
@@ -165,7 +166,8 @@ class LayeredDecoder:
         """
         if many_rows and num_rows >= MANY_ROWS:
             return "wide" if widens(self) else "reference"
-        return "compiled" if self.fused and compiled(self.head[0]) else "reference"
+        # Compiled attention takes heads of whole vectors.
+        return "compiled" if self.fused and compiled(self.head[0]) and self.family.head_size % 8 == 0 else "reference"
 
     def layers(self, start: int, stop: int) -> list[FusedLayer]:
         """Return the fused layers start..stop."""
@@ -197,11 +199,6 @@ class LayeredDecoder:
             hidden = self.run_layers(self.embed(chunk), positions, cache, 0, self.num_layers, pad=False)
             cache.committed += chunk.shape[1]
         return hidden[:, -1:]
-
-    def _run_fused(self, hidden: Tensor, step: Step, start: int, stop: int) -> Tensor:
-        for layer in self._layers[start:stop]:
-            hidden = layer(hidden, step)
-        return hidden
 
     def _run_modules(self, hidden: Tensor, step: Step, start: int, stop: int) -> Tensor:
         cos, sin = (table[step.positions] for table in step.rotary)

@@ -8,13 +8,13 @@ become views of it, so there is still one copy. The transformers module stays in
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from selfspec_kernels import Norm, PackedWeight, few_row_linear
+from selfspec_kernels import LayerWeights, Norm, PackedWeight, cpu, few_row_linear
 from torch import Tensor, nn
 
 from selfspec_tune.model.attention import Step
@@ -62,6 +62,12 @@ class FusedLayer:
             setattr(other, name, change(getattr(self, name)))
         return other
 
+    def weights(self) -> LayerWeights:
+        """Return all that the layer computes with."""
+        qkv, out, gate_up, down = self.products()
+        norms = self.input_norm, self.mlp_norm, self.head_norms
+        return LayerWeights(self.index, qkv, out, gate_up, down, *norms, self.scale, self.window)
+
     def products(self) -> list[tuple[Tensor | PackedWeight, Tensor | None]]:
         """Return (weight, bias) of the layer's four products."""
         return [
@@ -70,6 +76,29 @@ class FusedLayer:
             (self.gate_up, self.gate_up_bias),
             (self.down, self.down_bias),
         ]
+
+
+class LayerStack:
+    """Layers that run one after another, in one call where they are compiled."""
+
+    def __init__(self, layers: Sequence[FusedLayer]) -> None:
+        self.layers = list(layers)
+        self._table: cpu.LayerTable | None = None
+
+    def append(self, layer: FusedLayer) -> None:
+        """Add a layer at the end."""
+        self.layers.append(layer)
+        self._table = None
+
+    def run(self, hidden: Tensor, step: Step, start: int, stop: int) -> Tensor:
+        """Run layers start..stop of the stack on [B, T, d] hidden states."""
+        if step.mode == "compiled" and start < stop:
+            if self._table is None:
+                self._table = cpu.LayerTable([layer.weights() for layer in self.layers])
+            return step.run(self._table, hidden, start, stop, self.layers[0].num_heads)
+        for layer in self.layers[start:stop]:
+            hidden = layer(hidden, step)
+        return hidden
 
 
 def widens(of: Any) -> bool:

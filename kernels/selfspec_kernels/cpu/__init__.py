@@ -7,14 +7,16 @@ remove the `__pycache__` folders.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from selfspec_kernels.cpu import formats
-from selfspec_kernels.weights import PackedWeight
+from selfspec_kernels.weights import LayerWeights, PackedWeight
 
 FORMATS = {torch.float32: formats.FLOAT32, torch.bfloat16: formats.BFLOAT16}
 PACKED_FORMATS = {8: formats.INT8, 4: formats.INT4}
@@ -48,18 +50,13 @@ def few_row_linear(
     """See `selfspec_kernels.few_row_linear`."""
     from selfspec_kernels.cpu import linear
 
-    width, size = weight.shape
+    data, scale, weight_format, group, bias_at, width, size = _product(weight, bias)
     inputs = inputs.contiguous()
     rows = inputs.numel() // inputs.shape[-1]
     out = torch.empty(*inputs.shape[:-1], width, dtype=out_dtype)
-    if isinstance(weight, PackedWeight):
-        data, scale, weight_format = weight.data, weight.scale.data_ptr(), PACKED_FORMATS[weight.bits]
-        group = weight.group
-    else:
-        data, scale, weight_format, group = weight, 0, FORMATS[weight.dtype], size
     if residual is not None:
         residual = residual.contiguous()
-    assert data.is_contiguous() and inputs.shape[-1] == size * (2 if gated else 1)
+    assert inputs.shape[-1] == size * (2 if gated else 1)
     arguments = (
         inputs.data_ptr(),
         norm[0].data_ptr() if norm else 0,
@@ -69,10 +66,10 @@ def few_row_linear(
         weight_format,
         rows,
         size,
-        data.data_ptr(),
+        data,
         scale,
         group,
-        _address(bias),
+        bias_at,
         _address(residual),
         out.data_ptr(),
         FORMATS[out_dtype],
@@ -80,9 +77,11 @@ def few_row_linear(
     )
     tasks = _tasks(rows * size * width)
     if tasks == 1:
-        linear.few_row_linear_serial(*arguments)
+        linear.few_row_linear.ctypes(1, *arguments)
     else:
-        linear.few_row_linear_parallel(tasks, *arguments)
+        from selfspec_kernels.cpu import threads
+
+        threads.few_row_linear.ctypes(tasks, *arguments)
     return out
 
 
@@ -105,7 +104,7 @@ def rope_kv_write(
     cos, sin = rotary
     assert keys.stride() == values.stride() and keys.stride()[2:] == (size, 1) and positions.is_contiguous()
     assert heads.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
-    attention.rope_kv_write(
+    attention.rope_kv_write.ctypes(
         heads.data_ptr(),
         FORMATS[heads.dtype],
         norms[0][0].data_ptr() if norms else 0,
@@ -173,10 +172,111 @@ def ragged_attention(
     )
     tasks = _tasks(rows * batch * num_heads * size * keys.shape[2])
     if tasks == 1:
-        attention.ragged_attention_serial(*arguments)
+        attention.ragged_attention.ctypes(1, *arguments)
     else:
-        attention.ragged_attention_parallel(tasks, *arguments)
+        from selfspec_kernels.cpu import threads
+
+        threads.ragged_attention.ctypes(tasks, *arguments)
     return out
+
+
+class LayerTable:
+    """Layers ready to be run in one call: their weights by address. Holds on to the tensors."""
+
+    def __init__(self, layers: Sequence[LayerWeights]) -> None:
+        from selfspec_kernels.cpu.layers import COLUMNS
+
+        self.layers = list(layers)
+        self._table, self._reals = (
+            torch.empty(len(layers), COLUMNS, dtype=torch.int64),
+            torch.empty(len(layers), 4, dtype=torch.float64),
+        )
+        for number, one in enumerate(self.layers):
+            products = [_product(*product) for product in (one.qkv, one.out, one.gate_up, one.down)]
+            norms = one.head_norms or ((None, 0.0), (None, 0.0))
+            assert norms[0][1] == norms[1][1]
+            addresses = [_address(norm) for norm in (one.input_norm[0], one.mlp_norm[0], norms[0][0], norms[1][0])]
+            numbers = [value for product in products for value in product]
+            self._table[number] = torch.tensor([*numbers, *addresses, one.cache_layer, one.window or 0])
+            self._reals[number] = torch.tensor([one.input_norm[1], one.mlp_norm[1], norms[0][1], one.scale])
+
+    def run(
+        self,
+        hidden: Tensor,
+        start: int,
+        stop: int,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        written: int,
+        rotary: tuple[Tensor, Tensor],
+        num_heads: int,
+    ) -> Tensor:
+        """Run layers start..stop of the table; returns new hidden states.
+
+        Args:
+            hidden: [B, T, d].
+            keys, values: [L, B, Hkv, S, D] views of the whole cache, of hidden's dtype; D is a multiple of 8.
+            positions, written, rotary, num_heads: as in `rope_kv_write`.
+        """
+        from selfspec_kernels.cpu.layers import run_layers
+
+        _, batch, num_kv_heads, slots, size = keys.shape
+        rows, hidden = hidden.shape[1], hidden.clone(memory_format=torch.contiguous_format)
+        cos, sin = rotary
+        assert keys.stride() == values.stride() and keys.stride()[3:] == (size, 1) and positions.is_contiguous()
+        assert cos.is_contiguous() and sin.is_contiguous() and keys.dtype == hidden.dtype
+        threads = torch.get_num_threads()
+        threads = 1 if threads == 1 else _use_threads(threads)
+        run_layers(
+            _addresses(threads > 1),
+            threads,
+            LEAST_WORK,
+            self._table.numpy()[start:stop],
+            self._reals.numpy()[start:stop],
+            FORMATS[hidden.dtype],
+            hidden.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            positions.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            *keys.stride()[:3],
+            slots,
+            batch,
+            rows,
+            written,
+            num_heads,
+            num_kv_heads,
+            size,
+        )
+        return hidden
+
+
+@cache
+def _addresses(several_threads: bool) -> Any:
+    """Return the ops' addresses for `layers.run_layers`; those for several threads only where they are needed."""
+    import numpy as np
+
+    from selfspec_kernels.cpu import attention, linear
+
+    parallel = [0, 0]
+    if several_threads:
+        from selfspec_kernels.cpu import threads
+
+        parallel = [threads.few_row_linear.address, threads.ragged_attention.address]
+    serial = [linear.few_row_linear.address, attention.ragged_attention.address]
+    return np.array([attention.rope_kv_write.address, serial[0], parallel[0], serial[1], parallel[1]])
+
+
+def _product(weight: Tensor | PackedWeight, bias: Tensor | None) -> tuple[int, ...]:
+    """Return the numbers a product is known by: address, of the scales too, format, group, bias, width and size."""
+    if isinstance(weight, PackedWeight):
+        data, scale, weight_format, group = weight.data, weight.scale, PACKED_FORMATS[weight.bits], weight.group
+    else:
+        data, scale, weight_format, group = weight, None, FORMATS[weight.dtype], weight.shape[1]
+    assert data.is_contiguous() and (bias is None or bias.is_contiguous())
+    return (data.data_ptr(), _address(scale), weight_format, group, _address(bias), *weight.shape)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, njit
 
 from selfspec_kernels.cpu.formats import FLOAT32
 from selfspec_kernels.cpu.lanes import LANES, MixTile, make_tile
 from selfspec_kernels.cpu.linear import columns_bfloat16, columns_float32, normalise
-from selfspec_kernels.cpu.memory import bytes_of, exp_row, load_row, pointer, store_row
+from selfspec_kernels.cpu.memory import bytes_of, compile_op, exp_row, load_row, pointer, store_row
 
 ROWS_AT_ONCE = 4
 """Rows whose queries are computed together; their scores must fit a cache."""
@@ -32,7 +32,7 @@ def _rotate(head, norm, number_format, eps, cos, sin, scratch):  # type: ignore[
         head[i + half] = second * cos[i + half] + first * sin[i + half]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compile_op(4, 19)
 def rope_kv_write(  # type: ignore[no-untyped-def]
     heads,
     number_format,
@@ -192,12 +192,14 @@ def attention_part(  # type: ignore[no-untyped-def]
     bytes_each, out_bytes, float32 = bytes_of(number_format), bytes_of(out_format), number_format == FLOAT32
     stride = size * bytes_each
     first, last = np.empty(ROWS_AT_ONCE, np.int64), np.empty(ROWS_AT_ONCE, np.int64)
+    # Made here, as numba frees an array after the last line that names it, whoever has its address.
+    scaled = np.empty((ROWS_AT_ONCE * group, size), np.float32)
     for unit in range(task, batch * parts * num_kv_heads, tasks):
         b, part, kv_head = unit // num_kv_heads // parts, unit // num_kv_heads % parts, unit % num_kv_heads
         begin = part * ROWS_AT_ONCE
         count = min(ROWS_AT_ONCE, rows - begin)
         lowest, start, stop, highest = np.int64(2**62), np.int64(0), np.int64(2**62), np.int64(0)
-        scaled, mixed = np.empty((count * group, size), np.float32), np.zeros((count * group, size), np.float32)
+        mixed = np.zeros((count * group, size), np.float32)
         for t in range(count):
             position = places[b, begin + t]
             first[t], last[t] = max(0, position + 1 - window) if window > 0 else 0, position + 1
@@ -241,14 +243,26 @@ def attention_part(  # type: ignore[no-untyped-def]
             store_row(out + head * size * out_bytes, out_format, mixed[q])
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def ragged_attention_serial(*arguments):  # type: ignore[no-untyped-def]
-    """Attention on this thread; arguments as `attention_part` has them from `query` on."""
-    attention_part(0, 1, *arguments)
-
-
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def ragged_attention_parallel(tasks, *arguments):  # type: ignore[no-untyped-def]
-    """The same on numba's threads, in `tasks` parts."""
-    for task in prange(tasks):
-        attention_part(task, tasks, *arguments)
+@compile_op(2, 17)
+def ragged_attention(  # type: ignore[no-untyped-def]
+    tasks,
+    query,
+    scale,
+    keys,
+    values,
+    number_format,
+    positions,
+    window,
+    out,
+    out_format,
+    batch,
+    rows,
+    num_heads,
+    num_kv_heads,
+    size,
+    row_stride,
+    head_stride,
+):
+    """Attention on this thread; arguments as `attention_part` has them."""
+    shape = (batch, rows, num_heads, num_kv_heads, size, row_stride, head_stride)
+    attention_part(0, 1, query, scale, keys, values, number_format, positions, window, out, out_format, *shape)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, njit
 
 from selfspec_kernels.cpu.formats import BFLOAT16, FLOAT32, INT4, INT8
 from selfspec_kernels.cpu.integers import IntegerTile, to_records
 from selfspec_kernels.cpu.lanes import FloatTile, Tile, make_tile
-from selfspec_kernels.cpu.memory import bytes_of, exp_row, load_row, pointer, store_row
+from selfspec_kernels.cpu.memory import bytes_of, compile_op, exp_row, load_row, pointer, store_row
 from selfspec_kernels.weights import BLOCK
 
 
@@ -164,18 +164,27 @@ def linear_part(  # type: ignore[no-untyped-def]
         _finish(held[row], row * width + first, first, bias, residual, number_format, out, out_format)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def few_row_linear_serial(x, norm, eps, gated, number_format, weight_format, rows, size, *rest):  # type: ignore[no-untyped-def]
-    """`selfspec_kernels.few_row_linear` on this thread; arguments as in `prepare_inputs`, then `linear_part` from w."""
-    inputs = prepare_inputs(x, norm, eps, gated, number_format, weight_format, rows, size)
-    linear_part(0, 1, inputs, number_format, weight_format, *rest)
-
-
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def few_row_linear_parallel(  # type: ignore[no-untyped-def]
-    tasks, x, norm, eps, gated, number_format, weight_format, rows, size, *rest
+@compile_op(3, 17)
+def few_row_linear(  # type: ignore[no-untyped-def]
+    tasks,
+    x,
+    norm,
+    eps,
+    gated,
+    number_format,
+    weight_format,
+    rows,
+    size,
+    w,
+    scale,
+    group,
+    bias,
+    residual,
+    out,
+    out_format,
+    width,
 ):
-    """The same on numba's threads, in `tasks` parts of the columns."""
+    """`selfspec_kernels.few_row_linear` on this thread; arguments as in `prepare_inputs` and `linear_part`."""
     inputs = prepare_inputs(x, norm, eps, gated, number_format, weight_format, rows, size)
-    for task in prange(tasks):
-        linear_part(task, tasks, inputs, number_format, weight_format, *rest)
+    after = (w, scale, group, bias, residual, out, out_format, width)
+    linear_part(0, 1, inputs, number_format, weight_format, *after)

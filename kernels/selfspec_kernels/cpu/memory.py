@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, types
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -20,6 +21,33 @@ def pointer(typing_context: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
     return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def call(typing_context: Any, address: Any, arguments: Any) -> Any:
+    """Call a compiled function by address, with a tuple of int64 and fp64 numbers; it returns nothing.
+
+    What it calls is compiled once, by itself; calling it by name would compile it again into every caller.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kinds = [context.get_value_type(kind) for kind in arguments.types]
+        function = ir.FunctionType(ir.VoidType(), kinds)
+        numbers = [builder.extract_value(values[1], index) for index in range(len(kinds))]
+        builder.call(builder.inttoptr(values[0], function.as_pointer()), numbers)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, arguments), generate
+
+
+def compile_op(reals: int, arguments: int, *, parallel: bool = False) -> Any:
+    """Return a decorator that compiles a function of int64 numbers, of which number `reals` is fp64, into a C function.
+
+    It is compiled for this signature when it is defined, and cached; `.ctypes` calls it, `.address` is for `call`.
+    """
+    kinds = [types.int64] * arguments
+    kinds[reals] = types.float64
+    return cfunc(types.void(*kinds), cache=True, error_model="numpy", parallel=parallel)
 
 
 @njit(inline="always")

@@ -18,6 +18,7 @@ from selfspec_tune.decode.drafters.draft_head import DraftHead
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder
+from selfspec_tune.model.layer import LayerStack
 
 BITS, HEAD_BITS = (4, 8), (4, 8, 16)
 
@@ -71,14 +72,15 @@ class LowPrecisionDrafter(Drafter):
         self.decoder, self.exit_layer, self.group = decoder, exit_layer, group
         check_memory(estimate_bytes(decoder, bits, head_bits, exit_layer, None if vocab is None else len(vocab), group))
         last = exit_layer or decoder.num_layers
-        self.layers = [layer.with_weights(partial(pack, bits=bits, group=group)) for layer in decoder.layers(0, last)]
+        smaller = partial(pack, bits=bits, group=group)
+        self.stack = LayerStack([layer.with_weights(smaller) for layer in decoder.layers(0, last)])
         pack_head = None if head_bits == 16 else partial(pack, bits=head_bits, group=group)
         self.head = DraftHead(decoder, vocab, pack=pack_head)
 
     @property
     def num_bytes(self) -> int:
         """Memory the copies take."""
-        weights = [weight for layer in self.layers for weight, _ in layer.products()]
+        weights = [weight for layer in self.stack.layers for weight, _ in layer.products()]
         packed = sum(weight.num_bytes for weight in weights if isinstance(weight, PackedWeight))
         return packed + self.head.num_bytes
 
@@ -99,10 +101,9 @@ class LowPrecisionDrafter(Drafter):
     def _logits(self, token: Tensor, cache: SharedKVCache, offset: int) -> Tensor:
         """Return fp32 logits [B, V] after `token` [B] at position committed + offset."""
         decoder = self.decoder
-        step = decoder.step(cache.committed[:, None] + offset, 1, cache, 0, len(self.layers))
+        step = decoder.step(cache.committed[:, None] + offset, 1, cache, 0, len(self.stack.layers))
         hidden = decoder.embed(token[:, None])
-        for layer in self.layers:
-            hidden = layer(hidden, step)
+        hidden = self.stack.run(hidden, step, 0, len(self.stack.layers))
         return self.head(hidden, decoder.final_norm)[:, 0]
 
 
