@@ -60,6 +60,8 @@ def train(
     if facts is not None:
         console.notice(f"{config.output} is finished: {facts['steps']} steps were done. Nothing to do.")
     else:
+        if config.method == "exit-head":
+            console.notice(f"memory, estimated: {_head_memory(config)}")
         with console.progress_bar() as progress:
             facts = loop.train(config, progress)
     if os.environ.get("RANK", "0") != "0":  # started by torchrun or accelerate launch: one rank speaks for all
@@ -68,6 +70,20 @@ def train(
         console.print_json(facts)
     else:
         _print(facts, config)
+
+
+def _head_memory(config: configs.TrainConfig) -> object:
+    import torch
+
+    from selfspec_tune.model.layer import cpu_multiplies_bf16
+    from selfspec_tune.model.load import load_config
+    from selfspec_tune.train import checkpoint, memory
+
+    of_model = load_config(checkpoint.base_name(str(config.model)))
+    dtype = of_model.dtype if isinstance(of_model.dtype, torch.dtype) else torch.float32
+    if dtype == torch.bfloat16 and not torch.cuda.is_available() and not cpu_multiplies_bf16():
+        dtype = torch.float32  # see `FrozenHead`
+    return memory.head_memory(of_model, tokens=config.batch_size * config.sequence_length, dtype=dtype)
 
 
 def _print(facts: dict[str, Any], config: configs.TrainConfig) -> None:
