@@ -187,10 +187,8 @@ class LayerTable:
         from selfspec_kernels.cpu.layers import COLUMNS
 
         self.layers = list(layers)
-        self._table, self._reals = (
-            torch.empty(len(layers), COLUMNS, dtype=torch.int64),
-            torch.empty(len(layers), 4, dtype=torch.float64),
-        )
+        self._table = torch.empty(len(layers), COLUMNS, dtype=torch.int64)
+        self._reals = torch.empty(len(layers), 4, dtype=torch.float64)
         for number, one in enumerate(self.layers):
             products = [_product(*product) for product in (one.qkv, one.out, one.gate_up, one.down)]
             norms = one.head_norms or ((None, 0.0), (None, 0.0))

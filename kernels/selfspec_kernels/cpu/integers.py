@@ -2,8 +2,8 @@
 
 The largest input of a half becomes 32767, so rounding adds about 1e-5 of it: nothing beside weights of so few bits. (A
 scale per row would let one large input take the digits of all others.) Products and sums of a half's integers are
-exact in 32 bits and in fp32; only halves are added in floating point, in order of position, so the bits of a result
-depend on its two vectors alone.
+exact in 32 bits; only halves are added in floating point, in order of position, so the bits of a result depend on its
+two vectors alone.
 """
 
 from __future__ import annotations
