@@ -82,7 +82,7 @@ def test_constraints_pin_what_the_project_needs() -> None:
     names.discard("selfspec[cpu]")  # its requirements are listed above
     assert names - pinned == set()
     assert pins["torch"] == "2.13.0"
-    assert "triton" not in pinned  # CPU builds of torch have none; CUDA builds bring their own
+    assert pins["triton"] == "3.6.0"
 
 
 def test_a_cpu_install_asks_for_no_triton() -> None:
