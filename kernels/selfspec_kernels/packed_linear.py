@@ -165,7 +165,7 @@ def packed_linear_kernel(  # type: ignore[no-untyped-def]
             start = inputs + (first_row + row).to(tl.int64) * SIZE
             if BITS == 8:
                 x = load_inputs(start, block * 64 + eight, SIZE, live, BLOCK_N)
-                new_sums += (tl.fma(packed.to(tl.float32), x, sums[row]),)
+                new_sums += (tl.fma(packed.to(tl.float32), x, sums[row]),)  # type: ignore[assignment]
             else:
                 total = tl.zeros(SHAPE, tl.float32)
                 products = tl.zeros(SHAPE, tl.float32)
@@ -174,7 +174,7 @@ def packed_linear_kernel(  # type: ignore[no-untyped-def]
                     level = (packed >> (4 * vector)) & 15
                     products = tl.fma(level.to(tl.float32), x, products)
                     total += x
-                new_sums += (tl.fma(minimum, total, tl.fma(scale, products, sums[row])),)
+                new_sums += (tl.fma(minimum, total, tl.fma(scale, products, sums[row])),)  # type: ignore[assignment]
         sums = new_sums
 
     if BITS == 8:
