@@ -5,6 +5,8 @@ The interpreter is chosen when triton is imported, which another test of the ses
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from selfspec_kernels import PackedWeight, ops, pack
@@ -111,3 +113,20 @@ def test_no_rows_and_what_does_not_go_together():
             packed_linear(inputs, weight, out_dtype)
     with pytest.raises(ValueError):
         packed_linear(torch.ones(1, 64, dtype=torch.int8), weight, torch.float32)
+
+
+@pytest.mark.parametrize("bits, group", KINDS)
+def test_nothing_is_written_beside_the_result(bits, group, monkeypatch):
+    """Neither for rows that a tile has more than the call, nor for columns that it has more than the weight."""
+    buffers = []
+
+    def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        size = math.prod(shape)
+        buffers.append(torch.full((size + 512,), 7.0, dtype=dtype, device=device))
+        return buffers[-1][256 : 256 + size].view(shape)
+
+    weight, inputs = packed(9, 64, bits, group), numbers(3, 64, seed=1)
+    monkeypatch.setattr(torch, "empty", empty)
+    assert_near(packed_linear(inputs, weight, torch.float32), inputs, weight)
+    [buffer] = buffers
+    assert torch.equal(buffer[:256], torch.full((256,), 7.0)) and torch.equal(buffer[-256:], torch.full((256,), 7.0))
