@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -22,6 +24,26 @@ def compiled(tensor: Tensor) -> bool:
     return cpu.runs(tensor)
 
 
+@cache
+def triton_available() -> bool:
+    """Whether triton is installed."""
+    return find_spec("triton") is not None
+
+
+def packed_on_gpu(tensor: Tensor) -> bool:
+    """Whether inputs like this are multiplied with packed weights by Triton."""
+    if tensor.device.type != "cuda" or not triton_available():
+        return False
+    from selfspec_kernels import packed_linear
+
+    return tensor.dtype in packed_linear.DTYPES
+
+
+def has_packed_product(tensor: Tensor) -> bool:
+    """Whether products of inputs like this with packed weights are fast: else weights are unpacked for each."""
+    return compiled(tensor) or packed_on_gpu(tensor)
+
+
 def few_row_linear(
     inputs: Tensor,
     weight: Tensor | PackedWeight,
@@ -37,13 +59,13 @@ def few_row_linear(
 
     Args:
         inputs: [..., K]; with `gated` [..., 2 K], gate and up side by side, of which silu(gate) · up goes in.
-        weight: [N, K], full precision or packed; the compiled product with a packed one rounds its inputs to 16 bits by
-            blocks, and a row with an infinity or NaN gives NaN.
+        weight: [N, K], full precision or packed; the CPU's compiled product with a packed one rounds its inputs to 16
+            bits by blocks, and a row with an infinity or NaN gives NaN. On GPUs see `packed_linear`.
         bias: [N].
         norm: RMSNorm of the inputs (arXiv 1910.07467).
         residual: [..., N] added to the product.
         out_dtype: of the result; default: that of the inputs.
-        mode: which arithmetic; "compiled" is "reference" where nothing is compiled for such tensors.
+        mode: which arithmetic; "compiled" is "reference" where nothing is compiled for such tensors and weights.
 
     Returns:
         [..., N].
@@ -51,7 +73,27 @@ def few_row_linear(
     out_dtype = out_dtype or inputs.dtype
     if mode == "compiled" and compiled(inputs):
         return cpu.few_row_linear(inputs, weight, bias, norm, gated, residual, out_dtype)
+    if mode == "compiled" and isinstance(weight, PackedWeight) and packed_on_gpu(inputs):
+        return _around_packed_linear(inputs, weight, bias, norm, gated, residual, out_dtype)
     return reference.few_row_linear(inputs, weight, bias, norm, gated, residual, out_dtype, widen=mode == "wide")
+
+
+def _around_packed_linear(
+    inputs: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    norm: Norm | None,
+    gated: bool,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """See `few_row_linear`; the product is Triton's, in `out_dtype`, and all else as in the reference."""
+    from selfspec_kernels.packed_linear import packed_linear
+
+    product = packed_linear(reference.prepared(inputs, norm, gated), weight, out_dtype)
+    if bias is not None:
+        product = product + bias
+    return (product if residual is None else residual + product).to(out_dtype)
 
 
 def rope_kv_write(

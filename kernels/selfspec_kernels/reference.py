@@ -32,11 +32,7 @@ def few_row_linear(
 ) -> Tensor:
     """See `selfspec_kernels.few_row_linear`; `widen` computes the product in fp32 and rounds it once."""
     dtype = inputs.dtype
-    if norm is not None:
-        inputs = F.rms_norm(inputs, norm[0].shape, *norm)
-    if gated:
-        gate, up = inputs.chunk(2, -1)
-        inputs = F.silu(gate).mul_(up)
+    inputs = prepared(inputs, norm, gated)
     if isinstance(weight, PackedWeight):
         weight = weight.dequantised() if widen else weight.dequantised().to(dtype)
     if widen:
@@ -45,6 +41,16 @@ def few_row_linear(
     else:
         product = F.linear(inputs, weight, bias)
     return (product if residual is None else residual + product).to(out_dtype)
+
+
+def prepared(inputs: Tensor, norm: tuple[Tensor, float] | None, gated: bool) -> Tensor:
+    """Return what a product multiplies its weight with: inputs after their norm and gating."""
+    if norm is not None:
+        inputs = F.rms_norm(inputs, norm[0].shape, *norm)
+    if gated:
+        gate, up = inputs.chunk(2, -1)
+        inputs = F.silu(gate).mul_(up)
+    return inputs
 
 
 def rope_kv_write(

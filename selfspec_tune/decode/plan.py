@@ -245,5 +245,6 @@ def make_plan(
     for part in drafter.parts() if drafter else []:
         if part.num_bytes:
             choice.notices.append(f"the {part.name} draft takes {part.num_bytes / 2**20:.0f} MiB more memory")
+        choice.notices.extend(part.remarks)
     policy = make_policy(engine, drafter, choice, artifact, progress) if drafter else DraftPolicy(0)
     return Plan(engine, drafter, choice, policy)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from selfspec_kernels import LayerWeights, Norm, PackedWeight, cpu, few_row_linear
+from selfspec_kernels import LayerWeights, Mode, Norm, PackedWeight, cpu, few_row_linear
 from torch import Tensor, nn
 
 from selfspec_tune.model.attention import Step
@@ -44,14 +44,14 @@ class FusedLayer:
     def __call__(self, hidden: Tensor, step: Step) -> Tensor:
         """Run [B, T, d] hidden states through the layer, writing and reading its part of the cache."""
         mode = step.mode
-        heads = few_row_linear(hidden, self.qkv, self.qkv_bias, norm=self.input_norm, mode=mode)
+        heads = product(hidden, self.qkv, self.qkv_bias, mode, norm=self.input_norm)
         query = step.rotate_and_write(self.index, heads, self.num_heads, self.head_norms)
         mixed = step.attend(self.index, query, self.scale, self.window, hidden.dtype)
-        hidden = few_row_linear(mixed, self.out, self.out_bias, residual=hidden, mode=mode)
-        gate_up = few_row_linear(hidden, self.gate_up, self.gate_up_bias, norm=self.mlp_norm, mode=mode)
-        return few_row_linear(gate_up, self.down, self.down_bias, gated=True, residual=hidden, mode=mode)
+        hidden = product(mixed, self.out, self.out_bias, mode, residual=hidden)
+        gate_up = product(hidden, self.gate_up, self.gate_up_bias, mode, norm=self.mlp_norm)
+        return product(gate_up, self.down, self.down_bias, mode, gated=True, residual=hidden)
 
-    def with_weights(self, change: Callable[[Tensor], PackedWeight]) -> FusedLayer:
+    def with_weights(self, change: Callable[[Tensor], Tensor | PackedWeight]) -> FusedLayer:
         """Return a layer that shares norms, biases and its part of the cache, with other weights for its products.
 
         Args:
@@ -99,6 +99,14 @@ class LayerStack:
         for layer in self.layers[start:stop]:
             hidden = layer(hidden, step)
         return hidden
+
+
+def product(inputs: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, mode: Mode, **around: Any) -> Tensor:
+    """`few_row_linear` in a pass of `mode`, with what stands `around` the product.
+
+    Packed weights are a draft's, and no target arithmetic: theirs is the fastest product there is, in any pass.
+    """
+    return few_row_linear(inputs, weight, bias, mode="compiled" if isinstance(weight, PackedWeight) else mode, **around)
 
 
 def widens(of: Any) -> bool:

@@ -101,8 +101,9 @@ def test_bad_options_and_machines_are_user_errors(monkeypatch):
     with pytest.raises(UserError, match="does not fit the memory"):
         LowPrecisionDrafter(decoder)
     monkeypatch.setattr(cpu, "enabled", False)
-    with pytest.raises(UserError, match="no fast product"):
+    with pytest.raises(UserError, match="no fast product") as refused:
         LowPrecisionDrafter(decoder)
+    assert "selfspec[cpu]" in str(refused.value) and "selfspec[cuda]" in str(refused.value)
 
 
 def test_measured_costs_have_a_verification_for_every_k():

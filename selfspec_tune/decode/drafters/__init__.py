@@ -71,6 +71,11 @@ class Drafter:
         """Memory of weights that only the draft has."""
         return 0
 
+    @property
+    def remarks(self) -> list[str]:
+        """Lines for the user about how it drafts on this machine."""
+        return []
+
     def start(self, texts: list[list[int]]) -> None:
         """Begin new requests: the prompt of each row. Rows of an unfilled batch are missing."""
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from selfspec_kernels import PackedWeight, few_row_linear
+from selfspec_kernels import PackedWeight
 from torch import Tensor
 
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.model.draft_vocab import load_draft_vocab
+from selfspec_tune.model.layer import product
 from selfspec_tune.model.load import checkpoint_dir
 
 
@@ -58,7 +59,7 @@ class DraftHead:
     def __call__(self, hidden: Tensor, norm: tuple[Tensor, float]) -> Tensor:
         """Norm and product: [B, T, d] → fp32 logits [B, T, V], -inf at tokens that may not be drafted."""
         mode = self.decoder.mode(hidden.shape[1], many_rows=False)
-        logits = few_row_linear(hidden, self.weight, self.bias, norm=norm, out_dtype=torch.float32, mode=mode)
+        logits = product(hidden, self.weight, self.bias, mode, norm=norm, out_dtype=torch.float32)
         if self.vocab is None:
             return logits
         whole = logits.new_full((*logits.shape[:-1], self.vocab_size), float("-inf"))

@@ -1,20 +1,23 @@
 """Low precision: the model's own layers and head, their weights quantised to 8 or 4 bits, draft.
 
-As good as weight-only: products round their inputs to 16 bits by blocks of 32 (compare QSpec, arXiv 2410.11305). The
-full-precision weights verify from layer 0 and overwrite the draft's keys and values, so the prefix that every draft
-reads is exact and there is no second cache. The draft is no target arithmetic: none of its calls is padded.
+Weight-only on CUDA, and as good as that on CPUs, where products round their inputs to 16 bits by blocks of 32 (compare
+QSpec, arXiv 2410.11305). The full-precision weights verify from layer 0 and overwrite the draft's keys and values, so
+the prefix that every draft reads is exact and there is no second cache. The draft is no target arithmetic: none of its
+calls is padded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from selfspec_kernels import GROUP, GROUPS, PackedWeight, compiled, pack, packed_bytes
+from selfspec_kernels import GROUP, GROUPS, PackedWeight, has_packed_product, pack, packed_bytes
 from torch import Tensor
 
 from selfspec_tune.decode.drafters import ChooseToken, Draft, Drafter, Enough, Source, never
 from selfspec_tune.decode.drafters.draft_head import DraftHead
+from selfspec_tune.decode.drafters.packing import PackWhereFaster
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder
@@ -34,12 +37,15 @@ class LowPrecisionDrafter(Drafter):
         exit_layer: E; None for all layers.
         group: weights that share a scale and a minimum in 4 bits, 32 or 64.
         vocab: [N] ids the draft may propose, see `DraftHead`; None for all.
+        measure: pack only weights whose products are then faster, which takes some seconds. By default not on a CPU,
+            where the compiled packed product is known to be faster.
 
     Attributes:
         num_bytes: memory the copies take.
+        kept: shapes [N, K] of weights that were measured and are not packed.
 
     Raises:
-        UserError: no compiled product for this device and dtype, an unknown number of bits, or too little memory.
+        UserError: no fast packed product for this device and dtype, an unknown number of bits, or too little memory.
     """
 
     name = "low-precision"
@@ -53,6 +59,7 @@ class LowPrecisionDrafter(Drafter):
         vocab: Tensor | None = None,
         *,
         group: int = GROUP,
+        measure: bool | None = None,
     ) -> None:
         for name, value, allowed in (("--draft-bits", bits, BITS), ("--draft-head-bits", head_bits, HEAD_BITS)):
             if value not in allowed:
@@ -60,22 +67,33 @@ class LowPrecisionDrafter(Drafter):
                 raise UserError("a draft cannot have so many bits", got=value, allowed=known, command=f"{name} 8")
         if exit_layer is not None and not 1 <= exit_layer <= decoder.num_layers:
             raise UserError("exit_layer is out of range", got=exit_layer, allowed=f"1..{decoder.num_layers}")
-        if not compiled(decoder.head[0]):
+        if not has_packed_product(decoder.head[0]):
             raise UserError(
                 "low-precision drafts have no fast product for this device and dtype",
                 got=f"{decoder.device}, {decoder.dtype}",
-                allowed="a CPU with float32 or bfloat16 weights, and numba",
-                command="pip install 'selfspec[cpu]', or another --drafter",
+                allowed="float32, bfloat16: a CPU with numba; these and float16: CUDA with triton",
+                command="CPU: pip install 'selfspec[cpu]', CUDA: pip install 'selfspec[cuda]', or another --drafter",
             )
         if group not in GROUPS:
             raise UserError("no such group of weights", got=group, allowed="32, 64", command="--draft-group 32")
         self.decoder, self.exit_layer, self.group = decoder, exit_layer, group
-        check_memory(estimate_bytes(decoder, bits, head_bits, exit_layer, None if vocab is None else len(vocab), group))
+        check_memory(
+            estimate_bytes(decoder, bits, head_bits, exit_layer, None if vocab is None else len(vocab), group),
+            decoder.device,
+        )
         last = exit_layer or decoder.num_layers
-        smaller = partial(pack, bits=bits, group=group)
+        if measure is None:
+            measure = decoder.device.type != "cpu"
+        smaller = self._packing(bits, measure=measure)
         self.stack = LayerStack([layer.with_weights(smaller) for layer in decoder.layers(0, last)])
-        pack_head = None if head_bits == 16 else partial(pack, bits=head_bits, group=group)
+        pack_head = None if head_bits == 16 else self._packing(head_bits, measure=measure)
         self.head = DraftHead(decoder, vocab, pack=pack_head)
+        measured = [packing for packing in (smaller, pack_head) if isinstance(packing, PackWhereFaster)]
+        self.kept = [shape for packing in measured for shape in packing.kept]
+
+    def _packing(self, bits: int, *, measure: bool) -> Callable[[Tensor], Tensor | PackedWeight]:
+        smaller = partial(pack, bits=bits, group=self.group)
+        return PackWhereFaster(smaller, self.decoder.mode(1, many_rows=False)) if measure else smaller
 
     @property
     def num_bytes(self) -> int:
@@ -83,6 +101,14 @@ class LowPrecisionDrafter(Drafter):
         weights = [weight for layer in self.stack.layers for weight, _ in layer.products()]
         packed = sum(weight.num_bytes for weight in weights if isinstance(weight, PackedWeight))
         return packed + self.head.num_bytes
+
+    @property
+    def remarks(self) -> list[str]:
+        """Say which weights are not packed."""
+        if not self.kept:
+            return []
+        shapes = ", ".join(f"{width}×{size}" for width, size in self.kept)
+        return [f"the {self.name} draft keeps weights of {shapes} as they are: packed products are not faster here"]
 
     def propose(
         self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken, source: Source, enough: Enough = never
@@ -124,11 +150,11 @@ def estimate_bytes(
     return found + (0 if head_rows is None else head_rows * size * decoder.head[0].element_size())
 
 
-def check_memory(needed: int) -> None:
-    """Raise a UserError unless `needed` bytes of the machine's memory are free."""
+def check_memory(needed: int, device: torch.device) -> None:
+    """Raise a UserError unless `needed` bytes of the device's memory are free."""
     import psutil
 
-    free = psutil.virtual_memory().available
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if needed > free:
         raise UserError(
             "a low-precision draft does not fit the memory",
