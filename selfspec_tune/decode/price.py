@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -168,12 +169,16 @@ def draft_costs(
                 timed(f"verify {k}", partial(_verify, decoder, cache, last, draft, k))
             progress("timing the draft", repeat + 1, repeats + 2)
     decoder.tap = None
-    medians = {name: statistics.median(values[2:]) for name, values in seconds.items()}
-    longer = [four - one for one, four in zip(seconds["draft 1"][2:], seconds["draft 4"][2:], strict=True)]
+    # Ratios repeat by repeat: what slows the machine down for a while slows both sides.
+    plain = seconds["plain"][2:]
+    ratios = {name: [t / unit for t, unit in zip(values[2:], plain, strict=True)] for name, values in seconds.items()}
+    medians = {name: statistics.median(values) for name, values in ratios.items()}
+    longer = [four - one for one, four in zip(ratios["draft 1"], ratios["draft 4"], strict=True)]
     step = max(0.0, statistics.median(longer)) / 3
     rest = max(0.0, medians["draft 1"] - step)
     verify_ratio = [rest + _between(medians, k) for k in range(1, MAX_DRAFT_TOKENS + 1)]
-    return DraftCosts(step / medians["plain"], tuple(v / medians["plain"] for v in verify_ratio), overhead)
+    # More rows never cost less, whatever the clock says.
+    return DraftCosts(step, tuple(accumulate(verify_ratio, max)), overhead)
 
 
 class _Chooser:
@@ -200,7 +205,7 @@ def _verify(decoder: LayeredDecoder, cache: SharedKVCache, last: Tensor, draft: 
 
 
 def _between(medians: dict[str, float], k: int) -> float:
-    """Return the seconds of verifying k tokens, from the timed lengths around it."""
+    """Return the cost of verifying k tokens, from the timed lengths around it."""
     low = max(timed for timed in TIMED_VERIFICATIONS if timed <= k)
     high = min(timed for timed in TIMED_VERIFICATIONS if timed >= k)
     share = (k - low) / (high - low) if high > low else 0.0

@@ -109,4 +109,5 @@ def test_bad_options_and_machines_are_user_errors(monkeypatch):
 def test_measured_costs_have_a_verification_for_every_k():
     engine = engine_for()
     costs = draft_costs(engine, LowPrecisionDrafter(engine.decoder, 4), repeats=3)
-    assert costs.cost_ratio >= 0 and len(costs.verify_ratio) == 8 and all(v > 0 for v in costs.verify_ratio)
+    assert costs.cost_ratio >= 0 and len(costs.verify_ratio) == 8 and costs.verify_ratio[0] > 0
+    assert list(costs.verify_ratio) == sorted(costs.verify_ratio), "more rows never cost less, on a busy machine either"
