@@ -206,7 +206,7 @@ def test_a_sweep_writes_an_artifact_that_can_be_read(
     best = max(c.speedup_predicted for c in found.cells if c.exit_layer in (2, 3))
     by_drafter = {c.settings.drafter: c for c in found.candidates}
     assert by_drafter["layer-skip"].speedup_predicted == pytest.approx(best)
-    assert set(by_drafter) == {"layer-skip", "copy", "low-precision", "hybrid"} and len(found.candidates) == 6
+    assert set(by_drafter) == {"layer-skip", "copy", "low-precision", "hybrid"} and len(found.candidates) == 7
     chosen = next(c for c in found.candidates if c.label == found.confirmed[0].label)
     if len(found.confirmed) == 1:
         assert written.speedup_predicted == chosen.speedup_predicted
