@@ -32,6 +32,8 @@ class Artifact:
         draft: what makes the drafter besides its name and exit layer, see `DRAFT_FIELDS`.
         costs: by drafter (a hybrid's two parts), what the cost policy needs: alpha, cost_ratio, verify_ratio for
             1, 2, … drafted tokens, overhead; in plain steps on the machine of `measured_on`.
+        by_context: the same at other context lengths, the shortest first: {max_context, exit_layer (layer skip's there,
+            else null), num_draft_tokens (0: do not draft), costs}; the last holds beyond its own length.
     """
 
     checkpoint_fingerprint: str
@@ -145,6 +147,8 @@ def _validate(path: Path, artifact: Artifact, again: str) -> None:
         raise UserError(f"{path}: k_max is out of range", got=k_max, allowed=f"1..{MAX_DRAFT_TOKENS}", command=again)
     if not all(_is_cost(value) for value in artifact.costs.values()):
         raise UserError(f"{path}: costs cannot be read", got=artifact.costs, command=again)
+    if not isinstance(artifact.by_context, list) or not all(map(_is_context, artifact.by_context)):
+        raise UserError(f"{path}: by_context cannot be read", got=artifact.by_context, command=again)
     unfit = {
         name: value
         for name, value in artifact.draft.items()
@@ -167,6 +171,20 @@ def _validate(path: Path, artifact: Artifact, again: str) -> None:
     if not _is_count(k, MAX_DRAFT_TOKENS):
         counts = f"1..{MAX_DRAFT_TOKENS}"
         raise UserError(f"{path}: num_draft_tokens is out of range", got=k, allowed=counts, command=again)
+
+
+def _is_context(value: Any) -> bool:
+    """Whether an entry of `by_context` is complete."""
+    if not isinstance(value, dict) or set(value) != {"max_context", "exit_layer", "num_draft_tokens", "costs"}:
+        return False
+    exit_layer, k, costs = value["exit_layer"], value["num_draft_tokens"], value["costs"]
+    return (
+        _is_count(value["max_context"], 1 << 31)
+        and (exit_layer is None or _is_count(exit_layer, 1 << 31))
+        and (k == 0 or _is_count(k, MAX_DRAFT_TOKENS))
+        and isinstance(costs, dict)
+        and all(map(_is_cost, costs.values()))
+    )
 
 
 def _is_count(value: Any, most: int) -> bool:

@@ -24,6 +24,7 @@ Drafter = Literal["layer-skip", "low-precision", "copy", "exit-head", "hybrid"]
 HybridWith = Literal["low-precision", "layer-skip", "exit-head"]
 DraftGroup = Literal["32", "64"]
 KPolicy = Literal["fixed", "window", "cost"]
+ProfileSource = Literal["generated", "reference"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 C = TypeVar("C")
@@ -230,11 +231,17 @@ class SweepConfig(PromptConfig):
     """Options of `selfspec sweep-exit`."""
 
     prompts: Path | None = None
-    """JSONL of held-out prompts."""
-    num_prompts: int = 32
+    """JSONL of held-out prompts; 200 to 500 are advised."""
+    num_prompts: int = 200
     """Prompts to profile at most, from the start of the file; the next few serve to confirm."""
+    task_field: str = "task"
+    """Field that names a record's domain; where records have it, domains are compared."""
+    source: ProfileSource = "generated"
+    """Text profiled: the model's own continuations, or reference answers, without generating and approximate."""
+    reference_field: str = "completion"
+    """Field of the reference answer; of chat messages the last, if it is the assistant's."""
     max_new_tokens: int = 96
-    """Tokens of the target's own continuation profiled per prompt."""
+    """Tokens of a continuation profiled per prompt."""
     temperature: float = 0.0
     """Temperature of the traffic to be served; 0 is greedy."""
     top_k: int = 0
@@ -249,8 +256,12 @@ class SweepConfig(PromptConfig):
     """Exits chosen from, as fractions of depth; every exit is profiled all the same."""
     numerics: Numerics = "exact"
     """Numerics the costs are measured in."""
-    context_length: int = 256
-    """Live cache length at which costs are measured."""
+    context_lengths: tuple[int, ...] = (128, 1024, 4096)
+    """Live cache lengths at which costs are measured, as far as the model's context holds them."""
+    batch_sizes: tuple[int, ...] = (1,)
+    """Batch sizes at which costs are shown; the choice is for 1."""
+    costs: Path | None = None
+    """JSON file of measured costs: read if it exists, else written. For runs on the same machine."""
     repeats: int = 15
     """Interleaved repeats per measured cost."""
     drafters: tuple[Drafter, ...] = ("layer-skip", "copy", "low-precision", "exit-head", "hybrid")

@@ -22,8 +22,8 @@ def notice(text: str) -> None:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """Yield a progress function drawn as bars on stderr: one bar per stage, none where stderr is no terminal."""
+def progress_bar(*, shown: bool = True) -> Iterator[Progress]:
+    """Yield a progress function drawn as bars on stderr: one bar per stage; none where stderr is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
@@ -36,7 +36,7 @@ def progress_bar() -> Iterator[Progress]:
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    with Bars(*columns, console=console, disable=not console.is_terminal) as bars:
+    with Bars(*columns, console=console, disable=not (shown and console.is_terminal)) as bars:
         tasks: dict[str, Any] = {}
 
         def progress(stage: str, done: int, total: int) -> None:

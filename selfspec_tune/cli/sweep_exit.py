@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from selfspec_tune.sweep.objective import Cell
     from selfspec_tune.sweep.select import Sweep
 
-FEW_PROMPTS = 8
 MAP_ROWS, TABLE_ROWS = 32, 12
 
 
@@ -42,33 +41,23 @@ def sweep_exit(
     check_options(config)
 
     from selfspec_tune.decode.engine import Engine
-    from selfspec_tune.decode.prompts import read_requests
     from selfspec_tune.decode.sampling import SamplingParams
     from selfspec_tune.model.decoder import load_decoder
     from selfspec_tune.model.load import end_tokens, load_tokenizer
-    from selfspec_tune.sweep import confirm, select
+    from selfspec_tune.sweep.processes import Processes
+    from selfspec_tune.sweep.prompts import read_prompts
+    from selfspec_tune.sweep.select import sweep
 
-    assert config.prompts is not None
     SamplingParams(config.temperature, config.top_k, config.top_p)  # a bad value fails before anything is loaded
-    tokenizer = load_tokenizer(model)
-    _, requests = read_requests(
-        config.prompts,
-        tokenizer,
-        config,
-        max_new_tokens=config.max_new_tokens,
-        limit=config.num_prompts + confirm.CONFIRM_PROMPTS,
-    )
-    if len(requests) < FEW_PROMPTS:
-        console.notice(f"only {len(requests)} prompts: with fewer than {FEW_PROMPTS} the choice may be chance")
-    decoder = load_decoder(model, dtype=config.dtype, device=config.device)
-    engine = Engine(
-        decoder,
-        tokenizer,
-        end_tokens=end_tokens(decoder.model),
-        numerics=config.numerics,
-    )
-    with console.progress_bar() as progress:
-        result = select.sweep(model, engine, requests, config, progress)
+    processes, tokenizer = Processes(), load_tokenizer(model)
+    _, prompts = read_prompts(config, tokenizer)
+    decoder = load_decoder(model, dtype=config.dtype, device=processes.device(config.device))
+    engine = Engine(decoder, tokenizer, end_tokens=end_tokens(decoder.model), numerics=config.numerics)
+    with console.progress_bar(shown=processes.main) as progress:
+        result = sweep(model, engine, prompts, config, processes, console.notice, progress)
+    processes.leave()
+    if result is None:
+        return
     if config.json:
         console.print_json(result.to_dict())
     else:
@@ -85,10 +74,11 @@ def check_options(config: configs.SweepConfig) -> None:
             allowed='JSONL with lines such as {"prompt": "..."} or {"messages": [...]}',
             command="selfspec sweep-exit MODEL --prompts PROMPTS.jsonl",
         )
-    for name in ("num_prompts", "max_draft_tokens", "context_length", "repeats", "confirm"):
-        least = {"confirm": 0, "context_length": 16}.get(name, 1)
-        if getattr(config, name) < least:
-            raise UserError(f"{configs.flag(name)} is too small", got=getattr(config, name), allowed=f"{least} or more")
+    for name in ("num_prompts", "max_draft_tokens", "context_lengths", "batch_sizes", "repeats", "confirm"):
+        least = {"confirm": 0, "context_lengths": 16}.get(name, 1)
+        value = getattr(config, name)
+        if value == () or min(value if isinstance(value, tuple) else (value,)) < least:
+            raise UserError(f"{configs.flag(name)} is too small", got=value, allowed=f"{least} or more")
     if config.max_draft_tokens > configs.MAX_DRAFT_TOKENS:
         allowed = f"1..{configs.MAX_DRAFT_TOKENS}"
         raise UserError("--max-draft-tokens is too large", got=config.max_draft_tokens, allowed=allowed)

@@ -229,15 +229,22 @@ class _Run:
         active = self._active()
         remaining = max(self.limits[row] - len(self.completions[row].token_ids) for row in active)
         sources = self.drafter.sources() if self.drafter else []
+        lengths = [len(self.requests[row].prompt_ids) + len(self.completions[row].token_ids) for row in active]
+        exit_layer = self.policy.at(max(lengths))
+        if self.drafter is not None and exit_layer is not None:
+            self.drafter.use_exit(exit_layer)
         planned = self.policy.next(remaining, sources)
         source = planned[0] if planned else None
+        self.stats.passes += 1
+        begin = time.perf_counter()
         if planned is None:
             logits = step_plain(self.decoder, cache, self.last)
             drafted = self.last.new_zeros(self.engine.batch_size, 0)
             accepted, following = self._accept(drafted, None, logits)
+            self._synchronise()
+            self.stats.plain_seconds += time.perf_counter() - begin
         else:
             assert self.drafter is not None
-            begin = time.perf_counter()
             self.confidence.fill_(1.0)
             source, k = planned
             enough = partial(self._enough, source) if self.policy.wants_confidence else never

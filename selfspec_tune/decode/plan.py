@@ -221,7 +221,7 @@ def make_policy(
         usable = known is not None and not others and not rest and k <= len(known.costs[name].verify_ratio)
         return DraftPolicy(k, known.costs[name].round(k) if known and usable else None)
     if known and not others:
-        return CostPolicy(known.costs, known.alphas, choice.num_draft_tokens)
+        return CostPolicy(known.costs, known.alphas, choice.num_draft_tokens, known.by_context)
     if others:
         choice.notices.append(f"costs are timed anew: selfspec.json's were measured with {others}")
     costs = {part.name: draft_costs(engine, part, progress=progress) for part in drafter.parts()}

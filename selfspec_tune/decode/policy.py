@@ -57,6 +57,10 @@ class Policy:
     wants_confidence: bool = False
     """Whether `enough` is asked, which costs the draft a look at its probabilities."""
 
+    def at(self, context_length: int) -> int | None:
+        """Learn before `next` how long the longest text is; return the exit layer for it, None for the drafter's own."""
+        return None
+
     def next(self, remaining: int, sources: Sequence[Source]) -> tuple[Source, int] | None:
         """Return from which source to draft how many (1 or more) tokens; None to take a plain step.
 
@@ -171,6 +175,23 @@ class DraftCosts:
         return self.cost_ratio * k + self.verify_ratio[k - 1] + self.overhead if k else 1.0
 
 
+@dataclass(frozen=True)
+class ContextCosts:
+    """Costs up to a context length.
+
+    Attributes:
+        max_context: the longest text, prompt included, they hold for.
+        costs: by drafter.
+        exit_layer: where layer skip leaves at such lengths; None for the drafter's own.
+        enabled: whether to draft at all.
+    """
+
+    max_context: int
+    costs: Mapping[str, DraftCosts]
+    exit_layer: int | None = None
+    enabled: bool = True
+
+
 class CostPolicy(Policy):
     """`cost`: the source and k, 0 included, that promise most tokens per measured cost, learnt over a whole run.
 
@@ -193,6 +214,7 @@ class CostPolicy(Policy):
         costs: by drafter; sources of a drafter without costs are not used.
         alphas: acceptance to start from, by drafter.
         k_max: most draft tokens per round.
+        by_context: costs at some context lengths, the shortest first; the last holds beyond its own. None: `costs`.
     """
 
     wants_confidence = True
@@ -202,17 +224,31 @@ class CostPolicy(Policy):
         costs: Mapping[str, DraftCosts],
         alphas: Mapping[str, float] | None = None,
         k_max: int = MAX_DRAFT_TOKENS,
+        by_context: Sequence[ContextCosts] = (),
     ) -> None:
+        self._by_context, self._enabled = by_context, True
         self.k = min(k_max, MAX_DRAFT_TOKENS)
-        self._costs, self._alphas = dict(costs), dict(alphas or {})
+        self._costs: Mapping[str, DraftCosts] = dict(costs)
+        self._alphas = dict(alphas or {})
         self._records: dict[tuple[str, str], _Record] = {}
         self._purses = dict.fromkeys(self._costs, PURSE)
         self._round: _Round | None = None
 
+    def at(self, context_length: int) -> int | None:
+        """Take the costs for this length."""
+        if not self._by_context:
+            return None
+        fitting = (entry for entry in self._by_context if context_length <= entry.max_context)
+        entry = next(fitting, self._by_context[-1])
+        self._settle()  # the last round, at the costs it was planned with
+        self._costs, self._enabled = entry.costs, entry.enabled
+        return entry.exit_layer
+
     def next(self, remaining: int, sources: Sequence[Source]) -> tuple[Source, int] | None:
         """Return the plan with the best rate, or a probe that is due; None to take a plain step."""
         self._settle()
-        options = [self._option(source, remaining) for source in sources if source.drafter in self._costs]
+        known = [source for source in sources if source.drafter in self._costs] if self._enabled else []
+        options = [self._option(source, remaining) for source in known]
         best, best_k, rate = None, 0, 1.0
         for option in options:
             for k in range(1, len(option.tokens)):

@@ -20,7 +20,7 @@ from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import MAX_DRAFT_TOKENS
 from selfspec_tune.decode.drafters import Draft, Drafter, Source
 from selfspec_tune.decode.engine import Engine
-from selfspec_tune.decode.policy import DraftCosts
+from selfspec_tune.decode.policy import ContextCosts, DraftCosts
 from selfspec_tune.decode.verify import step_plain, verify
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder
@@ -64,28 +64,48 @@ def plain_step_seconds(
 
 @dataclass(frozen=True)
 class KnownCosts:
-    """What `selfspec.json` keeps for the cost policy, by drafter: its costs, and how often its tokens stood."""
+    """What `selfspec.json` keeps for the cost policy, by drafter: its costs, and how often its tokens stood.
+
+    `by_context` holds the costs at other context lengths, and where a draft does not pay.
+    """
 
     costs: dict[str, DraftCosts]
     alphas: dict[str, float]
+    by_context: tuple[ContextCosts, ...] = ()
 
     @classmethod
     def of(cls, artifact: Artifact) -> KnownCosts:
-        """Read the field `costs`."""
-        costs = {
-            name: DraftCosts(value["cost_ratio"], tuple(value["verify_ratio"]), value["overhead"])
-            for name, value in artifact.costs.items()
-        }
-        return cls(
-            costs, {name: value["alpha"] for name, value in artifact.costs.items() if value["alpha"] is not None}
+        """Read the fields `costs` and `by_context`."""
+        alphas = {name: value["alpha"] for name, value in artifact.costs.items() if value["alpha"] is not None}
+        contexts = tuple(
+            ContextCosts(
+                max_context=entry["max_context"],
+                costs=_read_costs(entry["costs"]),
+                exit_layer=entry["exit_layer"],
+                enabled=entry["num_draft_tokens"] > 0,
+            )
+            for entry in artifact.by_context
         )
+        return cls(_read_costs(artifact.costs), alphas, contexts)
 
     def to_artifact(self) -> dict[str, dict[str, Any]]:
         """Return the field `costs`."""
-        return {
-            name: {"alpha": self.alphas.get(name), **asdict(value), "verify_ratio": list(value.verify_ratio)}
-            for name, value in self.costs.items()
-        }
+        return write_costs(self.costs, self.alphas)
+
+
+def write_costs(costs: dict[str, DraftCosts], alphas: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """Return costs by drafter as `selfspec.json` holds them."""
+    return {
+        name: {"alpha": alphas.get(name), **asdict(value), "verify_ratio": list(value.verify_ratio)}
+        for name, value in costs.items()
+    }
+
+
+def _read_costs(values: dict[str, dict[str, Any]]) -> dict[str, DraftCosts]:
+    return {
+        name: DraftCosts(value["cost_ratio"], tuple(value["verify_ratio"]), value["overhead"])
+        for name, value in values.items()
+    }
 
 
 def measured_on(decoder: LayeredDecoder) -> dict[str, Any]:
@@ -134,6 +154,7 @@ def draft_costs(
     context_length: int = 256,
     repeats: int = 7,
     overhead: float = 0.0,
+    plain_overhead: float = 0.0,
     progress: Progress = silent,
 ) -> DraftCosts:
     """Time a drafter's steps and the verification of what it drafts, greedily, against a plain step, in turn.
@@ -142,7 +163,7 @@ def draft_costs(
         engine: its numerics and batch size are those measured.
         drafter: offers one source; a repeating text is made for it, so that copying finds a match.
         context_length: live cache length; shortened to fit the model's context.
-        overhead: what a round costs besides, in plain steps, which is not timed here.
+        overhead, plain_overhead: what a round, and a plain step, cost besides, in passes of a plain step; not timed.
     """
     decoder = engine.decoder
     context_length = min(context_length, decoder.family.max_context - 2 * MAX_DRAFT_TOKENS)
@@ -178,7 +199,8 @@ def draft_costs(
     rest = max(0.0, medians["draft 1"] - step)
     verify_ratio = [rest + _between(medians, k) for k in range(1, MAX_DRAFT_TOKENS + 1)]
     # More rows never cost less, whatever the clock says.
-    return DraftCosts(step, tuple(accumulate(verify_ratio, max)), overhead)
+    unit = 1 + plain_overhead
+    return DraftCosts(step / unit, tuple(cost / unit for cost in accumulate(verify_ratio, max)), overhead / unit)
 
 
 class _Chooser:

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from selfspec_tune.errors import UserError
 
+NUCLEI = (64, 1024)
+"""Numbers of most probable tokens among which top-p is looked for first."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -50,14 +53,39 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
         threshold = scaled.topk(params.top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < threshold, float("-inf"))
     probabilities = scaled.softmax(-1)
-    if params.top_p < 1:
-        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered
-        ordered = ordered.masked_fill(before >= params.top_p, 0)
-        # The total comes from a running sum: a reduction's order, and so its bits, would depend on the number of rows.
-        ordered = ordered / ordered.cumsum(-1)[..., -1:]
-        probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered)
-    return probabilities
+    return _nucleus(probabilities, params.top_p) if params.top_p < 1 else probabilities
+
+
+def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """Keep the smallest set of most probable tokens that reaches `top_p`, and normalise.
+
+    On a CPU sorting a whole vocabulary costs more than the head. There the `NUCLEI` most probable tokens of a row are
+    sorted first, and more only in rows where they do not reach p; the result is the same to the bit.
+    """
+    flat = probabilities.reshape(-1, probabilities.shape[-1])
+    kept, left = torch.zeros_like(flat), flat
+    rows = torch.arange(len(flat), device=flat.device)
+    for size in NUCLEI if flat.device.type == "cpu" else ():
+        if not len(rows) or size >= flat.shape[-1]:
+            break
+        # In vocabulary order first, so that a stable sort puts the first of equals first.
+        order = left.topk(size, dim=-1, sorted=False).indices.sort(dim=-1).values
+        ordered, places = left.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+        # The set must end above the least of them: of those equal to it some may be missing here.
+        ends = ordered.masked_fill(ordered <= ordered[:, -1:], 0).cumsum(-1)[:, -1] >= top_p
+        kept[rows[ends]] = _cut(left[ends], ordered[ends], order.gather(-1, places)[ends], top_p)
+        rows, left = rows[~ends], left[~ends]
+    if len(rows):
+        kept[rows] = _cut(left, *left.sort(dim=-1, descending=True, stable=True), top_p)
+    return kept.view_as(probabilities)
+
+
+def _cut(probabilities: Tensor, ordered: Tensor, order: Tensor, top_p: float) -> Tensor:
+    before = ordered.cumsum(-1) - ordered
+    ordered = ordered.masked_fill(before >= top_p, 0)
+    # The total comes from a running sum: a reduction's order, and so its bits, would depend on the number of rows.
+    ordered = ordered / ordered.cumsum(-1)[..., -1:]
+    return torch.zeros_like(probabilities).scatter_(-1, order, ordered)
 
 
 def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:

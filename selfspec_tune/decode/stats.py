@@ -10,6 +10,8 @@ SUMMED = (
     "prefill_seconds",
     "draft_seconds",
     "verify_seconds",
+    "plain_seconds",
+    "passes",
     "total_seconds",
     "rounds",
     "drafted",
@@ -35,6 +37,10 @@ class Stats:
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    # Passes of plain steps.
+    plain_seconds: float = 0.0
+    # Rounds and plain steps of the batch; `rounds` and `plain_steps` count rows.
+    passes: int = 0
     total_seconds: float = 0.0
     rounds: int = 0
     drafted: int = 0
@@ -56,6 +62,21 @@ class Stats:
         self.drafted += k
         self.accepted += accepted
         self.tested += min(k, accepted + 1)
+
+    def counts(self) -> dict[str, Any]:
+        """Return the counts without seconds and settings, as a JSON object."""
+        rounds = [[*key, count] for key, count in sorted(self.rounds_of.items())]
+        names = ("plain_steps", "emitted", "from_prefill")
+        return {"rounds_of": rounds, **{name: getattr(self, name) for name in names}}
+
+    @classmethod
+    def of_counts(cls, counts: dict[str, Any]) -> Stats:
+        """Return what `counts` was taken from."""
+        stats = cls(**{name: value for name, value in counts.items() if name != "rounds_of"})
+        for drafter, k, accepted, count in counts["rounds_of"]:
+            for _ in range(count):
+                stats.count_round(drafter, k, accepted)
+        return stats
 
     def add(self, other: Stats) -> None:
         """Add another run's counts and seconds; its settings replace these."""

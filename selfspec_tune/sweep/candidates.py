@@ -10,23 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from selfspec_tune.artifact import EXIT_HEAD_FILE
 from selfspec_tune.config import DraftGroup, SweepConfig
 from selfspec_tune.decode.drafters import Drafter
 from selfspec_tune.decode.drafters.hybrid import HybridDrafter
 from selfspec_tune.decode.drafters.make import DraftSettings, make_drafter
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import CostPolicy, DraftCosts, Policy
-from selfspec_tune.decode.price import KnownCosts, draft_costs
+from selfspec_tune.decode.price import KnownCosts
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.errors import UserError
 from selfspec_tune.model import draft_vocab
 from selfspec_tune.model.load import checkpoint_dir
 from selfspec_tune.progress import Progress, silent
+from selfspec_tune.sweep.costs import CostBook
+from selfspec_tune.sweep.kept import Kept
 from selfspec_tune.sweep.objective import Cell, Costs, speedup_model
+from selfspec_tune.sweep.processes import Processes
+from selfspec_tune.sweep.profile import Prompt
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -78,10 +84,16 @@ class Candidate:
         return {"label": self.label, **self.settings.to_artifact(), **own, **scores, "costs": self.known.to_artifact()}
 
 
+def layer_skip_costs(costs: Costs, exit_layer: int, max_draft_tokens: int) -> DraftCosts:
+    """Return what layer skip costs, composed from the measured pieces."""
+    verify = tuple(costs.verify_ratio(exit_layer, drafted) for drafted in range(1, max_draft_tokens + 1))
+    return DraftCosts(costs.cost_ratio(exit_layer), verify, costs.overhead_ratio)
+
+
 def of_cell(cell: Cell, costs: Costs, max_draft_tokens: int) -> Candidate:
     """Return layer skip as a cell of the grid says."""
     k, name = cell.num_draft_tokens, "layer-skip"
-    verify = tuple(costs.verify_ratio(cell.exit_layer, drafted) for drafted in range(1, max_draft_tokens + 1))
+    known = {name: layer_skip_costs(costs, cell.exit_layer, max_draft_tokens)}
     return Candidate(
         settings=DraftSettings("layer-skip", cell.exit_layer),
         num_draft_tokens=k,
@@ -91,7 +103,7 @@ def of_cell(cell: Cell, costs: Costs, max_draft_tokens: int) -> Candidate:
         tokens_per_round=cell.tokens_per_round,
         tokens_per_step=cell.tokens_per_round,
         cost_per_step=cell.tokens_per_round / cell.speedup_predicted,
-        known=KnownCosts({name: DraftCosts(cell.cost_ratio, verify, costs.overhead_ratio)}, {name: cell.alpha}),
+        known=KnownCosts(known, {name: cell.alpha}),
     )
 
 
@@ -115,26 +127,42 @@ def of_rounds(settings: DraftSettings, stats: Stats, known: dict[str, DraftCosts
     )
 
 
+TRIAL_PROMPTS = 32
+"""Prompts decoded with each drafter, spread over those profiled: rounds have to be played for each."""
+
+
 class Trials:
     """Makes drafters, times each once, and profiles them by real rounds; one quantised copy is kept at a time.
 
     Args:
         engine: batch size 1, in the numerics to be used.
         model: the directory or hub name its model came from.
-        overhead_ratio: o, what a round costs besides drafting and verification.
+        book: what costs are asked of; the main process has measured it.
+        context_length: live cache length the drafters are timed at.
+        processes: among which the prompts are shared.
+        kept: where finished drafters are kept.
 
     Attributes:
         skipped: label → why a drafter could not be tried.
+        counted: label → per prompt (its domain, what was counted).
     """
 
     def __init__(
-        self, engine: Engine, model: str, config: SweepConfig, overhead_ratio: float, progress: Progress = silent
+        self,
+        engine: Engine,
+        model: str,
+        config: SweepConfig,
+        book: CostBook,
+        context_length: float,
+        processes: Processes,
+        kept: Kept | None = None,
+        progress: Progress = silent,
     ) -> None:
         self.engine, self.model, self.config, self.progress = engine, model, config, progress
-        self.overhead_ratio = overhead_ratio
+        self.book, self.context_length, self.processes, self.kept = book, context_length, processes, kept
         self.skipped: dict[str, str] = {}
+        self.counted: dict[str, list[tuple[str, Stats]]] = {}
         self._drafters: dict[DraftSettings, Drafter] = {}
-        self._costs: dict[DraftSettings, DraftCosts] = {}
 
     def drafter(self, settings: DraftSettings) -> Drafter:
         """Return the drafter of these settings; a hybrid is made of the two that are there."""
@@ -151,10 +179,17 @@ class Trials:
         return self._drafters[settings]
 
     def candidates(
-        self, requests: Sequence[Request], params: SamplingParams, layer_skip: Candidate | None = None
+        self, prompts: Sequence[Prompt], params: SamplingParams, layer_skip: Candidate | None = None
     ) -> list[Candidate]:
         """Profile the drafters asked for besides `layer_skip`; the hybrid copies, and takes the best of the others."""
         asked, found = self.config.drafters, [layer_skip] if layer_skip else []
+        if self.config.source == "reference":
+            others = [
+                name for name in asked if name not in ("layer-skip", "exit-head" if not self._has_exit_head() else "")
+            ]
+            self.skipped |= dict.fromkeys(others, "it is profiled by decoding: --source generated")
+            return found
+        requests = spread_evenly(prompts, TRIAL_PROMPTS)
         plain = [DraftSettings("copy")] if "copy" in asked else []
         if "low-precision" in asked:
             plain += [DraftSettings("low-precision", draft_group=int(group)) for group in get_args(DraftGroup)]
@@ -198,28 +233,49 @@ class Trials:
                 best[candidate.settings.drafter] = candidate
         return [replace(one.settings, draft_vocab=size) for one in best.values() for size in sizes]
 
-    def _try(self, settings: DraftSettings, requests: Sequence[Request], params: SamplingParams) -> list[Candidate]:
+    def known_costs(self, settings: DraftSettings, context_length: float) -> dict[str, DraftCosts]:
+        """Return the costs of a drafter's parts at a context length; layer skip's are composed."""
+        known: dict[str, DraftCosts] = {}
+        for part in settings.parts:
+            if part.drafter == "layer-skip" and part.draft_vocab is None and part.exit_layer:
+                costs = self.book.at(context_length)
+                known[part.drafter] = layer_skip_costs(costs, part.exit_layer, self.config.max_draft_tokens)
+            else:
+                known[part.drafter] = self.book.draft(part.label, self.drafter(part), context_length)
+        return known
+
+    def _try(self, settings: DraftSettings, prompts: Sequence[Prompt], params: SamplingParams) -> list[Candidate]:
         try:
             drafter = self.drafter(settings)
         except UserError as error:
             self.skipped[settings.label] = f"{error.what} (got {error.got})" if error.got else error.what
             return []
-        known: dict[str, DraftCosts] = {part.drafter: self._costs_of(part) for part in settings.parts}
-        policy, stats = CostPolicy(known, k_max=self.config.max_draft_tokens), Stats()
-        for number, request in enumerate(requests):
-            self.progress(f"profile {settings.label}", number, len(requests))
-            stats.add(self.engine.generate([request], params, drafter, policy)[1])
-        self.progress(f"profile {settings.label}", len(requests), len(requests))
-        return [of_rounds(settings, stats, known)]
+        known = self.processes.from_main(lambda: self.known_costs(settings, self.context_length))
+        stage = f"profile {settings.label}"
+        done = self.kept.get(stage, "all") if self.kept else None
+        if done is None:
+            policy, own = CostPolicy(known, k_max=self.config.max_draft_tokens), self.processes.share(prompts)
+            counted = []
+            for number, prompt in enumerate(own):
+                self.progress(stage, number, len(own))
+                _, stats = self.engine.generate([prompt.request], params, drafter, policy)
+                counted.append((prompt.domain, stats.counts()))
+            self.progress(stage, len(own), len(own))
+            done = self.processes.gather(counted)
+            if self.kept and self.processes.main:
+                self.kept.put(stage, "all", done)
+        self.counted[settings.label] = [(domain, Stats.of_counts(counts)) for domain, counts in done]
+        return [of_rounds(settings, self.sum(settings.label), known)]
 
-    def _costs_of(self, settings: DraftSettings) -> DraftCosts:
-        if settings not in self._costs:
-            self._costs[settings] = draft_costs(
-                self.engine,
-                self.drafter(settings),
-                context_length=self.config.context_length,
-                repeats=self.config.repeats,
-                overhead=self.overhead_ratio,
-                progress=self.progress,
-            )
-        return self._costs[settings]
+    def sum(self, label: str, domain: str | None = None) -> Stats:
+        """Return what was counted of a drafter, in all prompts or those of one domain."""
+        total = Stats()
+        for name, stats in self.counted[label]:
+            if domain is None or name == domain:
+                total.add(stats)
+        return total
+
+
+def spread_evenly(items: Sequence[T], count: int) -> list[T]:
+    """Return `count` items at even distances, all of them if there are no more."""
+    return list(items) if len(items) <= count else [items[index * len(items) // count] for index in range(count)]

@@ -13,7 +13,8 @@ from selfspec_tune.decode.engine import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.sweep.candidates import Candidate, Trials
-from selfspec_tune.sweep.timing import spread
+from selfspec_tune.sweep.objective import spread
+from selfspec_tune.sweep.profile import Prompt
 
 CONFIRM_PROMPTS = 6
 """Prompts decoded to confirm a drafter; the profile leaves them out where the file holds more than it uses."""
@@ -32,6 +33,7 @@ class Confirmed:
         speedup: over plain decoding, median over prompts and turns; `spread` its interquartile range over median.
         low: the lower quartile; it must be above 1, as a drafter that is never used measures 1 and noise.
         identical: whether all tokens equal plain decoding's; None where they are sampled and need not.
+        alpha: of the tested draft tokens how many stood; None where none was tested.
         drafted_share: of the decoded tokens how many came from rounds that drafted; the others from plain steps.
     """
 
@@ -44,16 +46,17 @@ class Confirmed:
     drafted_share: float
     num_prompts: int
     num_tokens: int
+    alpha: float | None = None
 
 
-def split(requests: Sequence[Request], num_prompts: int) -> tuple[list[Request], list[Request]]:
-    """Return the requests to profile, at most `num_prompts`, and others to confirm with, of fewer tokens.
+def split(prompts: Sequence[Prompt], num_prompts: int) -> tuple[list[Prompt], list[Request]]:
+    """Return the prompts to profile, at most `num_prompts`, and others to confirm with, of fewer tokens.
 
     Of few prompts up to half confirm. A single one has to do for both.
     """
-    count = min(num_prompts, max(len(requests) - CONFIRM_PROMPTS, (len(requests) + 1) // 2))
-    others = requests[count:][:CONFIRM_PROMPTS] or requests
-    return list(requests[:count]), [replace(r, max_new_tokens=min(r.max_new_tokens, CONFIRM_TOKENS)) for r in others]
+    count = min(num_prompts, max(len(prompts) - CONFIRM_PROMPTS, (len(prompts) + 1) // 2))
+    others = [prompt.request for prompt in prompts[count:][:CONFIRM_PROMPTS] or prompts]
+    return list(prompts[:count]), [replace(r, max_new_tokens=min(r.max_new_tokens, CONFIRM_TOKENS)) for r in others]
 
 
 def confirm(
@@ -95,6 +98,7 @@ def confirm(
                     drafted_share=1 - counted.plain_steps / decoded,
                     num_prompts=len(requests),
                     num_tokens=counted.emitted // CONFIRM_ROUNDS,
+                    alpha=counted.alpha,
                 )
             )
     trials.progress("confirm", total, total)

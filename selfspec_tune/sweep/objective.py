@@ -6,8 +6,11 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from statistics import median, quantiles
+from typing import Any
 
 HOPELESS_ALPHA = 0.95
 """Where a draft would have to be accepted more often than this, its cost is to blame, not its quality."""
@@ -17,19 +20,21 @@ LARGE_HEAD = 0.3
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured pieces, in seconds, and what is composed from them.
+    """Measured pieces at one context length and batch size, in seconds, and what is composed from them.
 
     Attributes:
         num_layers: L.
-        plain: a plain step measured as a whole.
+        plain: a plain step's passes, measured as a whole.
         one_layer, all_layers: rows per sequence → a pass over one layer, and over all L.
         embed: embedding one token.
         draft_head: final norm, head and choice of a draft token.
         verify_heads: rows → final norm, head and acceptance.
-        overhead: what the engine spends on a round outside draft and verification. A plain step's own bookkeeping is
-            not in `plain`, so predictions are low by about as much.
+        overhead: what the engine spends on a round outside draft and verification.
+        plain_overhead: what it spends on a plain step besides.
         exact_over_fast: price of a plain step in exact numerics over one in fast; None where exact is not certified.
-        spread: piece → interquartile range over median of its repeats.
+        samples: piece → seconds of each repeat, of which the figures above are medians.
+        pieces: rows per sequence → names of their passes in `samples`, (one layer, all layers, verify head).
+        context_length, batch_size: what they were measured at.
     """
 
     num_layers: int
@@ -40,8 +45,60 @@ class Costs:
     draft_head: float
     verify_heads: Mapping[int, float]
     overhead: float = 0.0
+    plain_overhead: float = 0.0
     exact_over_fast: float | None = None
-    spread: Mapping[str, float] = field(default_factory=dict)
+    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    pieces: Mapping[int, tuple[str, str, str]] = field(default_factory=dict)
+    context_length: int = 0
+    batch_size: int = 1
+
+    @classmethod
+    def of_samples(
+        cls,
+        samples: Mapping[str, Sequence[float]],
+        pieces: Mapping[int, tuple[str, str, str]],
+        *,
+        num_layers: int,
+        **others: Any,
+    ) -> Costs:
+        """Take medians; `samples` holds "plain", "embed", "draft head" and the names in `pieces`."""
+        middle = {name: median(values) for name, values in samples.items()}
+        one, all_, heads = ({rows: middle[names[part]] for rows, names in pieces.items()} for part in range(3))
+        return cls(
+            num_layers,
+            middle["plain"],
+            one,
+            all_,
+            middle["embed"],
+            middle["draft head"],
+            heads,
+            samples=samples,
+            pieces=pieces,
+            **others,
+        )
+
+    def resampled(self, draw: random.Random) -> Costs:
+        """Return the costs that a bootstrap over the repeats gives: whole repeats are drawn again."""
+        count = len(next(iter(self.samples.values()), ()))
+        if count < 2:
+            return self
+        taken = draw.choices(range(count), k=count)
+        others = {"overhead", "plain_overhead", "exact_over_fast", "context_length", "batch_size"}
+        return Costs.of_samples(
+            {name: [values[index] for index in taken] for name, values in self.samples.items()},
+            self.pieces,
+            num_layers=self.num_layers,
+            **{name: getattr(self, name) for name in others},
+        )
+
+    @property
+    def step(self) -> float:
+        """Seconds of a plain step in the engine: the unit of all ratios."""
+        return self.plain + self.plain_overhead
+
+    def spread(self, piece: str = "plain") -> float:
+        """Return the interquartile range over the median of a piece's repeats; 0 where there are too few."""
+        return spread(self.samples.get(piece, ()))
 
     def layers(self, rows: int, count: int) -> float:
         """Return the seconds of one pass of `rows` rows over `count` ≥ 1 layers."""
@@ -50,22 +107,22 @@ class Costs:
 
     def cost_ratio(self, exit_layer: int) -> float:
         """Return c(E): layers 0..E on one token, norm, head and choice, over a plain step."""
-        return (self.embed + self.layers(1, exit_layer) + self.draft_head) / self.plain
+        return (self.embed + self.layers(1, exit_layer) + self.draft_head) / self.step
 
     def verify_ratio(self, exit_layer: int, k: int) -> float:
         """Return v(E, k): the last early pass, layers E..L on k + 1 rows, head and acceptance, over a plain step."""
         early = self.embed + self.layers(1, exit_layer)
         late = self.layers(k + 1, self.num_layers - exit_layer)
-        return (early + late + self.verify_heads[k + 1]) / self.plain
+        return (early + late + self.verify_heads[k + 1]) / self.step
 
     @property
     def overhead_ratio(self) -> float:
         """o: a round's overhead over a plain step."""
-        return self.overhead / self.plain
+        return self.overhead / self.step
 
     def head_share(self, exit_layer: int) -> float:
         """Return the part of a draft step, 0..1, that norm, head and choice take."""
-        return self.draft_head / (self.cost_ratio(exit_layer) * self.plain)
+        return self.draft_head / (self.cost_ratio(exit_layer) * self.step)
 
     @property
     def composed_over_measured(self) -> float:
@@ -73,9 +130,41 @@ class Costs:
         return (self.embed + self.all_layers[1] + self.verify_heads[1]) / self.plain
 
 
+def spread(values: Sequence[float]) -> float:
+    """Return the interquartile range over the median; 0 for fewer than two values."""
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def between(low: Costs, high: Costs, context_length: float) -> Costs:
+    """Return costs at a context length between two measured ones: a pass grows linearly with what attention reads.
+
+    Below the shortest and beyond the longest measured length the nearest line goes on, but never below half of it.
+    """
+    if low.context_length == high.context_length:
+        return low
+    share = (context_length - low.context_length) / (high.context_length - low.context_length)
+
+    def mixed(a: Any, b: Any) -> Any:
+        if isinstance(a, Mapping):
+            return {key: mixed(value, b[key]) for key, value in a.items()}
+        return None if a is None or b is None else max(a + (b - a) * share, min(a, b) / 2)
+
+    names = {f.name for f in fields(Costs)} - {"num_layers", "samples", "pieces", "batch_size", "context_length"}
+    values = {name: mixed(getattr(low, name), getattr(high, name)) for name in names}
+    near = low if share < 0.5 else high
+    return replace(near, **values, context_length=round(context_length))
+
+
 @dataclass(frozen=True)
 class Cell:
-    """One exit layer and one k, with what they are expected to bring."""
+    """One exit layer and one k, with what they are expected to bring.
+
+    Attributes:
+        interval: 95 % interval of `speedup_predicted`, over prompts and over repeats of the cost measurement.
+    """
 
     exit_layer: int
     num_draft_tokens: int
@@ -85,6 +174,7 @@ class Cell:
     tokens_per_round: float
     speedup_model: float
     speedup_predicted: float
+    interval: tuple[float, float] = (0.0, float("inf"))
 
 
 def expected_tokens(alpha: float, k: int) -> float:

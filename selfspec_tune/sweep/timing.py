@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from statistics import median, quantiles
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from selfspec_tune.decode.engine import Engine, Request, certified_rows
 from selfspec_tune.decode.policy import DraftPolicy
 from selfspec_tune.decode.price import plain_step_seconds
 from selfspec_tune.decode.sampling import SamplingParams, distribution, draw
+from selfspec_tune.decode.stats import Stats
 from selfspec_tune.decode.verify import step_plain
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import LayeredDecoder
@@ -40,41 +41,38 @@ def measure_costs(
     max_draft_tokens: int,
     context_length: int,
     repeats: int,
-    overhead_request: Request | None = None,
+    overheads: tuple[float, float] = (0.0, 0.0),
     progress: Progress = silent,
 ) -> Costs:
-    """Time the pieces in the engine's numerics at `context_length` live cache slots.
+    """Time the pieces in the engine's numerics and batch size at `context_length` live cache slots.
 
     Args:
-        engine: batch size 1.
         params: how tokens are chosen; sampling makes the heads dearer.
         context_length: the model's context must hold `max_draft_tokens` + 1 more.
-        overhead_request: a prompt decoded to time the engine's bookkeeping; None takes it as 0.
+        overheads: the engine's seconds per round and per plain step besides, from `bookkeeping_seconds`.
     """
     decoder, rows = engine.decoder, engine.rows
     before = decoder.rows, decoder.exact
     decoder.rows, decoder.exact = rows, engine.numerics == "exact"
+    where = f"{context_length} tokens" + (f", batch {engine.batch_size}" if engine.batch_size > 1 else "")
     try:
-        bench = Bench(decoder, params, context_length, max_draft_tokens)
-        seconds, spread = repeat_in_turn(bench.pieces(), repeats, progress)
+        bench = Bench(decoder, params, context_length, max_draft_tokens, engine.batch_size)
+        samples = sample_in_turn(bench.pieces(), repeats, progress, f"measure costs at {where}")
         price = exact_price(engine, context_length=context_length, repeats=repeats, progress=progress)
     finally:
         decoder.rows, decoder.exact = before
-    counts = range(1, max_draft_tokens + 2)
-    plain, overhead = seconds["plain"], 0.0
-    if overhead_request is not None:
-        overhead = bookkeeping_seconds(engine, params, overhead_request, max_draft_tokens, plain)
-    return Costs(
+    return Costs.of_samples(
+        samples,
+        {
+            r: (f"one layer, {rows.padded(r)} rows", f"all layers, {rows.padded(r)} rows", f"verify head, {r} rows")
+            for r in range(1, max_draft_tokens + 2)
+        },
         num_layers=decoder.num_layers,
-        plain=plain,
-        one_layer={r: seconds[f"one layer, {rows.padded(r)} rows"] for r in counts},
-        all_layers={r: seconds[f"all layers, {rows.padded(r)} rows"] for r in counts},
-        embed=seconds["embed"],
-        draft_head=seconds["draft head"],
-        verify_heads={r: seconds[f"verify head, {r} rows"] for r in counts},
-        overhead=overhead,
+        overhead=overheads[0],
+        plain_overhead=overheads[1],
         exact_over_fast=price,
-        spread=spread,
+        context_length=context_length,
+        batch_size=engine.batch_size,
     )
 
 
@@ -82,20 +80,28 @@ class Bench:
     """The pieces of decoding as functions without arguments, on a cache of `context_length` live slots."""
 
     def __init__(
-        self, decoder: LayeredDecoder, params: SamplingParams, context_length: int, max_draft_tokens: int
+        self,
+        decoder: LayeredDecoder,
+        params: SamplingParams,
+        context_length: int,
+        max_draft_tokens: int,
+        batch_size: int = 1,
     ) -> None:
         self.decoder, self.params = decoder, params
         self.counts = range(1, max_draft_tokens + 2)
-        self.cache = decoder.new_cache(1, context_length + max_draft_tokens + 1)
+        self.cache = decoder.new_cache(batch_size, context_length + max_draft_tokens + 1)
         self.cache.committed += context_length
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(decoder.family.vocab_size, (1, max_draft_tokens + 1), generator=generator)
+        tokens = torch.randint(decoder.family.vocab_size, (batch_size, max_draft_tokens + 1), generator=generator)
         self.tokens = tokens.to(decoder.device)
-        self.positions = context_length + torch.arange(max_draft_tokens + 1, device=decoder.device)[None]
+        positions = context_length + torch.arange(max_draft_tokens + 1, device=decoder.device)
+        self.positions = positions.repeat(batch_size, 1)
         self.hidden = decoder.embed(self.tokens)
-        self.uniform = torch.rand(1, max_draft_tokens + 1, generator=generator).to(decoder.device)
+        self.uniform = torch.rand(batch_size, max_draft_tokens + 1, generator=generator).to(decoder.device)
         # Any draft will do: acceptance costs the same whatever it accepts.
-        self.draft = torch.full((1, max_draft_tokens, decoder.family.vocab_size), 1.0, device=decoder.device)
+        self.draft = torch.ones(1, 1, 1, device=decoder.device).expand(
+            batch_size, max_draft_tokens, decoder.family.vocab_size
+        )
 
     def pieces(self) -> dict[str, Callable[[], object]]:
         """Return name → piece. Passes of the same padded row count are one piece."""
@@ -143,50 +149,39 @@ class Bench:
             result.tolist()
 
 
-def repeat_in_turn(
-    pieces: Mapping[str, Callable[[], object]], repeats: int, progress: Progress = silent
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Run all pieces in turn, `repeats` times after a warm-up; return their median seconds and relative spread."""
-    kept = sample_in_turn(pieces, repeats, progress)
-    return {name: median(values) for name, values in kept.items()}, {name: spread(v) for name, v in kept.items()}
-
-
 def sample_in_turn(
-    pieces: Mapping[str, Callable[[], object]], repeats: int, progress: Progress = silent
+    pieces: Mapping[str, Callable[[], object]], repeats: int, progress: Progress = silent, stage: str = "measure costs"
 ) -> dict[str, list[float]]:
-    """Run all pieces in turn, `repeats` times after a warm-up; return their seconds."""
+    """Run all pieces in turn, `repeats` times after a warm-up; return their seconds, the device waited for."""
     samples: dict[str, list[float]] = {name: [] for name in pieces}
     total = WARM_UP + repeats
     for repeat in range(total):
-        progress("measure costs", repeat, total)
+        progress(stage, repeat, total)
         for name, piece in pieces.items():
-            _synchronise()
+            synchronise()
             begin = time.perf_counter()
             piece()
-            _synchronise()
+            synchronise()
             samples[name].append(time.perf_counter() - begin)
-    progress("measure costs", total, total)
+    progress(stage, total, total)
     return {name: values[WARM_UP:] for name, values in samples.items()}
 
 
-def spread(values: list[float]) -> float:
-    """Return the interquartile range over the median; 0 for fewer than two values."""
-    if len(values) < 2:
-        return 0.0
-    low, middle, high = quantiles(values, n=4, method="inclusive")
-    return (high - low) / middle
+def bookkeeping_seconds(engine: Engine, params: SamplingParams, request: Request, k: int) -> tuple[float, float]:
+    """Return the engine's seconds per round, and per plain step, outside prefill, draft, verification and plain passes.
+
+    Measured by decoding one request (in a batch, as many like it) with rounds, and plainly.
+    """
+    requests = [replace(request, id=f"{request.id}-{row}") for row in range(engine.batch_size)]
+    drafter = LayerSkipDrafter(engine.decoder, max(1, engine.decoder.num_layers // 3))
+    _, rounds = engine.generate(requests, params, drafter, DraftPolicy(k))
+    _, plain = engine.generate(requests, params)
+    return _rest(rounds), _rest(plain)
 
 
-def bookkeeping_seconds(
-    engine: Engine, params: SamplingParams, request: Request, k: int, plain_seconds: float
-) -> float:
-    """Return the engine's seconds per round outside prefill, draft and verification, from decoding one request."""
-    exit_layer = max(1, engine.decoder.num_layers // 3)
-    _, stats = engine.generate([request], params, LayerSkipDrafter(engine.decoder, exit_layer), DraftPolicy(k))
-    # At most the last token is emitted by a plain step, which the statistics do not time apart.
-    plain_steps = max(0, stats.emitted - 1 - stats.accepted - stats.rounds)
-    rest = stats.total_seconds - stats.prefill_seconds - stats.draft_seconds - stats.verify_seconds
-    return max(0.0, rest - plain_steps * plain_seconds) / max(1, stats.rounds)
+def _rest(stats: Stats) -> float:
+    inside = stats.prefill_seconds + stats.draft_seconds + stats.verify_seconds + stats.plain_seconds
+    return max(0.0, stats.total_seconds - inside) / max(1, stats.passes)
 
 
 def exact_price(engine: Engine, *, context_length: int, repeats: int, progress: Progress = silent) -> float | None:
@@ -204,6 +199,7 @@ def exact_price(engine: Engine, *, context_length: int, repeats: int, progress: 
     return seconds["exact"] / seconds["fast"]
 
 
-def _synchronise() -> None:
+def synchronise() -> None:
+    """Wait until the device has done what it was given: a clock read before that measures how fast work is queued."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -82,6 +82,9 @@ class Drafter:
     def extend(self, row: int, tokens: list[int]) -> None:
         """Learn the tokens that a row emitted."""
 
+    def use_exit(self, exit_layer: int) -> None:
+        """Leave at another layer from the next round on, where the drafter is layer skip."""
+
     def parts(self) -> list[Drafter]:
         """Return the drafters whose costs are to be known."""
         return [self]

@@ -40,6 +40,11 @@ class HybridDrafter(Drafter):
         self.copy.extend(row, tokens)
         self.other.extend(row, tokens)
 
+    def use_exit(self, exit_layer: int) -> None:
+        """Tell the other drafter."""
+        self.other.use_exit(exit_layer)
+        self.exit_layer = self.other.exit_layer
+
     def parts(self) -> list[Drafter]:
         """Return both drafters."""
         return [self.copy, self.other]

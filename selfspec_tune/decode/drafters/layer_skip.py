@@ -40,6 +40,10 @@ class LayerSkipDrafter(Drafter):
         """Memory the draft's copy of the head's rows takes."""
         return self.head.num_bytes
 
+    def use_exit(self, exit_layer: int) -> None:
+        """Draft with layers 0..`exit_layer`: committed keys and values are all layers', so any round may change it."""
+        self.exit_layer = exit_layer
+
     def propose(
         self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken, source: Source, enough: Enough = never
     ) -> Draft:
