@@ -31,13 +31,14 @@ h3 { font-size: 1rem; margin: 1.6rem 0 .4rem; }
 .verdict.yes { border-color: var(--yes); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .35rem 1rem; } dd { margin: 0; min-width: 0; }
 dt { font-weight: 600; } .warning { border-left: .4rem solid var(--no); padding: .1rem 1rem; margin: .6rem 0; }
-pre { background: var(--panel); padding: .7rem 1rem; overflow-x: auto; }
+pre { background: var(--panel); padding: .7rem 1rem; white-space: pre-wrap; } details { margin: 1rem 0; }
 .scroll { overflow-x: auto; } .caption { color: var(--soft); font-size: .87rem; margin: .3rem 0 0; }
 table { border-collapse: collapse; font-size: .87rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .22rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; } tr.chosen td { font-weight: 700; background: var(--panel); }
+th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 5.2rem; }
+tr.chosen td { font-weight: 700; background: var(--panel); }
 .plots { display: flex; flex-wrap: wrap; gap: 1rem; } figure { margin: .6rem 0; }
-.plots figure { flex: 1 1 22rem; } img { max-width: 100%; height: auto; }
+.plots figure { flex: 1 1 22rem; } img { width: 100%; max-width: 46rem; height: auto; }
 @media (max-width: 40rem) { dl { grid-template-columns: 1fr; } dd { margin-bottom: .5rem; } }
 """
 
@@ -131,15 +132,15 @@ def _sections(result: Json, drawn: dict[str, str]) -> list[str]:
         "How often a draft is right": [
             drawn["alpha"],
             _table(tables.exits_table(result, exits)),
-            _table(tables.needed_table(result, exits)),
+            *_folded(
+                "Which α would make it ×1.2?", [tables.needed_table(result, exits)], result["artifact"]["enabled"]
+            ),
         ],
         "Which exit layer, and how many tokens": [
             "<p>Blue is faster than plain decoding, orange slower. Between the broken lines lies the window the exit "
             "is chosen from; the frame marks its best.</p>",
             maps,
-            "<details><summary>The same as tables</summary>",
-            *map(_table, grids),
-            "</details>",
+            *_folded("The same as tables", grids, True),
         ],
         "Which drafter": [
             drawn["drafters"],
@@ -169,6 +170,12 @@ def _picture(plot: Plot) -> str:
         f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
         f'<img src="{light}" alt="{escape(plot.alt)}"></picture></figure>'
     )
+
+
+def _folded(summary: str, shown: Iterable[Table], folded: bool) -> list[str]:
+    """Return tables that unfold at a click if `folded`, else as they are."""
+    drawn = [_table(table) for table in shown]
+    return [f"<details><summary>{summary}</summary>", *drawn, "</details>"] if folded else drawn
 
 
 def _table(table: Table) -> str:

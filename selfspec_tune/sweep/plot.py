@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 DPI = 150
 MAP_ROWS = 48
 """Exits in a heat map at about most."""
-NAME_WIDTH = 26
-"""Letters of a name on an axis, in each of two lines at most; the page's tables have all."""
+NAME_WIDTH = 28
+"""Letters of a name on an axis, in each of three lines at most; the page's tables have all."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _title(text: str, result: Json) -> str:
 
 
 def _short(name: str) -> str:
-    return "\n".join(textwrap.wrap(printable(name), NAME_WIDTH, max_lines=2, placeholder="…", break_on_hyphens=False))
+    return "\n".join(textwrap.wrap(printable(name), NAME_WIDTH, max_lines=3, placeholder="…", break_on_hyphens=False))
 
 
 def alpha_by_depth(result: Json, theme: Theme) -> Figure:

@@ -8,18 +8,24 @@ from typing import Any
 from selfspec_tune.config import flag
 from selfspec_tune.sweep.tables import Json, best_in_window, chosen, printable
 
+HOW = {
+    "layer-skip": "the model's first {exit_layer} of {num_layers} layers draft",
+    "low-precision": "a copy of the model in fewer bits drafts",
+    "copy": "the draft is copied from what stands earlier in the text",
+    "exit-head": "a trained layer after the model's first layers drafts",
+    "hybrid": "the draft is copied from earlier text where that repeats, else made by another drafter",
+}
+"""What each drafter does, in a clause."""
+
 
 def verdict(result: Json) -> str:
-    """Return one sentence: does it pay, and with what."""
-    artifact, best = result["artifact"], _chosen(result)
-    k = artifact["num_draft_tokens"]
+    """Return one or two sentences: does it pay, and with what."""
+    artifact, k = result["artifact"], result["artifact"]["num_draft_tokens"]
+    label, how = _chosen(result)["label"], HOW[artifact["drafter"]].format_map(artifact)
+    what = f"{label} ({how}), about {k} token{'s' if k > 1 else ''} a round: {_speed(result)}"
     if artifact["enabled"]:
-        return (
-            f"Yes. {best['label']}, drafting up to {k} tokens a round, is faster than plain decoding: {_speed(result)}."
-        )
-    return (
-        f"No. Plain decoding is faster or as fast. The best there is, {best['label']} with k = {k}: {_speed(result)}."
-    )
+        return f"Yes, drafting is faster than plain decoding. Best is {what}."
+    return f"No, plain decoding is as fast or faster. The best draft there is: {what}."
 
 
 def how_sure(result: Json) -> str:

@@ -9,6 +9,8 @@ from selfspec_tune.sweep.objective import alpha_needed, expected_tokens, speedup
 
 NUM_LAYERS, MAX_DRAFT_TOKENS, OVERHEAD = 30, 8, 0.03
 CONTEXTS, BATCHES = (128, 512, 2048), (1, 4)
+CONTEXT_ROWS = ((128, 9, 3, 1.337), (512, 9, 2, 1.218), (2048, None, 0, 0.941))
+OFF_ROWS = ((128, None, 0, 0.702), (512, None, 0, 0.691), (2048, None, 0, 0.653))
 DRAFT = {"draft_bits": 4, "draft_head_bits": 8, "draft_group": 32, "hybrid_with": "low-precision", "draft_vocab": None}
 
 
@@ -40,11 +42,7 @@ def example_result(*, pays: bool = True, domain: str = "code") -> dict[str, Any]
         "alpha_by_exit": {str(e): alpha for e, alpha in alphas.items()},
         "alpha_intervals": {str(e): [max(0.0, a - 0.021), min(1.0, a + 0.023)] for e, a in alphas.items()},
         "costs": [_costs(context, batch) for context in CONTEXTS for batch in BATCHES],
-        "by_context": [
-            {"max_context": 128, "exit_layer": 9, "num_draft_tokens": 3, "speedup_predicted": 1.337},
-            {"max_context": 512, "exit_layer": 9, "num_draft_tokens": 2, "speedup_predicted": 1.218},
-            {"max_context": 2048, "exit_layer": None, "num_draft_tokens": 0, "speedup_predicted": 0.941},
-        ],
+        "by_context": [_context(*row) for row in (CONTEXT_ROWS if pays else OFF_ROWS)],
         "by_domain": _domains(domain),
         "alpha_needed": [_needed(e, alphas[e]) for e in exits],
         "candidates": candidates,
@@ -100,6 +98,15 @@ def _costs(context: int, batch: int) -> dict[str, Any]:
         "verify_ratio": {
             str(e): [_ratios(e, k, scale)[1] for k in range(1, MAX_DRAFT_TOKENS + 1)] for e in range(1, NUM_LAYERS)
         },
+    }
+
+
+def _context(max_context: int, exit_layer: int | None, k: int, predicted: float) -> dict[str, Any]:
+    return {
+        "max_context": max_context,
+        "exit_layer": exit_layer,
+        "num_draft_tokens": k,
+        "speedup_predicted": predicted,
     }
 
 
