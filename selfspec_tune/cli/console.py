@@ -23,8 +23,8 @@ NARROW_NAMES = 24
 """Columns that names of rows keep where a table is too wide."""
 HEAT_RANGE = 0.5
 """Distance from neutral at which a heat map's colour is at its strongest."""
-BLUES = ("black on #c6dbef", "black on #9ecae1", "black on #6baed6", "white on #2171b5", "white on #08519c")
-ORANGES = ("black on #fee6ce", "black on #fdd0a2", "black on #fdae6b", "white on #b34a03", "white on #7f2704")
+BLUES = ("#000000 on #c6dbef", "#000000 on #9ecae1", "#000000 on #6baed6", "#ffffff on #2171b5", "#ffffff on #08519c")
+ORANGES = ("#000000 on #fee6ce", "#000000 on #fdd0a2", "#000000 on #fdae6b", "#ffffff on #b34a03", "#ffffff on #7f2704")
 """Ink on ground from neutral outwards. Both are named, so neither is left to the terminal."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,10 +50,8 @@ def check_report(directory: Path) -> None:
     Raises:
         UserError: matplotlib is missing, or the directory is a file.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError("--report needs the package matplotlib", command="pip install 'selfspec[report]'") from None
+    if find_spec("matplotlib") is None:
+        raise UserError("--report needs the package matplotlib", command="pip install 'selfspec[report]'")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
