@@ -270,6 +270,8 @@ class SweepConfig(PromptConfig):
     """Sizes of the draft vocabulary tried where draft_vocab.json is beside the checkpoint, for each drafter's best."""
     confirm: int = 3
     """How many of the best drafters to confirm by really decoding against plain decoding; 0 for none."""
+    report: Path | None = None
+    """Directory for a report: index.html with plots, PNGs, sweep.json."""
     json: bool = False
     """Print one JSON object instead of tables."""
 

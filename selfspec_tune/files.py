@@ -16,10 +16,22 @@ from selfspec_tune.errors import UserError
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[TextIO]:
     """Open a temporary file beside `path` and rename it over `path` only if the block succeeds."""
+    with _replacing(path, "w") as handle:
+        yield handle
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write `content`, atomically."""
+    with _replacing(path, "wb") as handle:
+        handle.write(content)
+
+
+@contextmanager
+def _replacing(path: Path, mode: str) -> Iterator[Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
+        with os.fdopen(descriptor, mode, encoding=None if "b" in mode else "utf-8") as handle:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())

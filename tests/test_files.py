@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from selfspec_tune.errors import UserError
-from selfspec_tune.files import atomic_writer, read_json, read_jsonl, read_text, write_json
+from selfspec_tune.files import atomic_writer, read_json, read_jsonl, read_text, write_bytes, write_json
 
 
 def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -43,3 +43,13 @@ def test_a_bad_line_is_named(tmp_path, content, message):
 def test_missing_files(tmp_path, read):
     with pytest.raises(UserError, match="does not exist"):
         read(tmp_path / "none")
+
+
+def test_bytes_are_whole_or_not_there(tmp_path):
+    path = tmp_path / "deep" / "a.png"
+    write_bytes(path, b"\x89PNG\r\n")
+    assert path.read_bytes() == b"\x89PNG\r\n"
+    with pytest.raises(TypeError):
+        write_bytes(path, "text")
+    assert path.read_bytes() == b"\x89PNG\r\n"
+    assert [entry.name for entry in path.parent.iterdir()] == ["a.png"]

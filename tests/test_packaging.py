@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SCRIPT = Path(sysconfig.get_path("scripts")) / "selfspec"
 COMMANDS = ("train", "sweep-exit", "regress", "draft-vocab", "decode", "check")
-HEAVY = ("torch", "transformers", "accelerate", "datasets", "peft", "rich")
+HEAVY = ("torch", "transformers", "accelerate", "datasets", "peft", "rich", "matplotlib")
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -1,21 +1,15 @@
-"""`selfspec sweep-exit`: prompts in, a table and `selfspec.json` out."""
+"""`selfspec sweep-exit`: prompts in, tables, `selfspec.json` and, if asked for, a report out."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from selfspec_tune import config as configs
-from selfspec_tune.cli import console
+from selfspec_tune.cli import console, sweep_view
 from selfspec_tune.cli.options import options_from
 from selfspec_tune.errors import UserError
-
-if TYPE_CHECKING:
-    from selfspec_tune.sweep.objective import Cell
-    from selfspec_tune.sweep.select import Sweep
-
-MAP_ROWS, TABLE_ROWS = 32, 12
 
 
 @options_from(configs.SweepConfig)
@@ -36,9 +30,17 @@ def sweep_exit(
       selfspec sweep-exit trained/ --prompts chats.jsonl --temperature 0.7 --top-p 0.9 --max-draft-tokens 5
       selfspec sweep-exit trained/ --prompts code.jsonl --raw --num-prompts 12 --window 0.1,0.6 --json
       selfspec sweep-exit my-model/ --prompts chats.jsonl --drafters copy,low-precision,hybrid --confirm 4
+      selfspec sweep-exit trained/ --prompts heldout.jsonl --report report/ --costs a100.json
+      selfspec sweep-exit trained/ --prompts answered.jsonl --source reference
+      accelerate launch -m selfspec_tune sweep-exit trained/ --prompts heldout.jsonl
     """
     config = configs.build(configs.SweepConfig, flags)
     check_options(config)
+
+    from selfspec_tune.sweep import page
+
+    if config.report:
+        page.check_report(config.report)
 
     from selfspec_tune.decode.engine import Engine
     from selfspec_tune.decode.sampling import SamplingParams
@@ -58,10 +60,14 @@ def sweep_exit(
     processes.leave()
     if result is None:
         return
+    found = result.to_dict()
     if config.json:
-        console.print_json(result.to_dict())
+        console.print_json(found)
     else:
-        _print(result, config)
+        sweep_view.show(found)
+    if config.report:
+        page.write_report(found, config.report)
+        console.notice(f"report: {config.report / page.PAGE_NAME}")
     if result.path is None:
         console.notice(f"{model} is not a directory, so nothing was written: download it to keep the choice beside it")
 
@@ -93,111 +99,3 @@ def check_options(config: configs.SweepConfig) -> None:
     low, high = config.window
     if not 0 <= low <= high <= 1:
         raise UserError("--window is no part of the depth", got=f"{low:g},{high:g}", allowed="LOW,HIGH within 0,1")
-
-
-def shown_exits(num_layers: int, limit: int, always: set[int]) -> list[int]:
-    """Return all exits 1..L − 1 if they are at most `limit`, else about as many spread ones and those in `always`."""
-    exits = range(1, num_layers)
-    if len(exits) <= limit:
-        return list(exits)
-    spread = {exits[round(i * (len(exits) - 1) / (limit - 1))] for i in range(limit)} if limit > 1 else set()
-    return sorted(spread | always)
-
-
-def _print(result: Sweep, config: configs.SweepConfig) -> None:
-    artifact, costs, better = result.artifact, result.costs, result.better_outside_window
-    by_exit: dict[int, list[Cell]] = {}
-    for cell in result.cells:
-        by_exit.setdefault(cell.exit_layer, []).append(cell)
-    always = {artifact.exit_layer} if artifact.exit_layer else set()
-    always |= {better.exit_layer} if better else set()
-    rows = shown_exits(artifact.num_layers, MAP_ROWS, always)
-    for title, score in (
-        ("textbook score E(k)/(c·k + 1)", lambda cell: cell.speedup_model),
-        ("predicted speed-up τ/(c·k + v + o)", lambda cell: cell.speedup_predicted),
-    ):
-        console.heat_map(
-            title,
-            [f"E={e} ({e / artifact.num_layers:.0%})" for e in rows],
-            [f"k={cell.num_draft_tokens}" for cell in by_exit[1]],
-            [[score(cell) for cell in by_exit[e]] for e in rows],
-            neutral=1.0,
-        )
-    lines = [
-        _line(max(by_exit[e], key=lambda cell: cell.speedup_predicted), costs.overhead_ratio)
-        for e in shown_exits(artifact.num_layers, TABLE_ROWS - len(always), always)
-    ]
-    console.table(
-        f"each exit at its best k: {result.profile.num_prompts} prompts, {result.profile.num_tokens} tokens, "
-        f"temperature {config.temperature:g}",
-        ["exit", "k", "α", "α needed", "c", "v", "τ", "textbook", "predicted"],
-        lines,
-        caption="α needed: to break even at this c and v. predicted: τ/(c·k + v + o). " + _caption(result, config),
-    )
-    _print_candidates(result)
-    print(f"speculation {'on' if artifact.enabled else 'off'}: {artifact.reason}")
-    if better is not None:
-        print(
-            f"better outside the window {config.window[0]:g},{config.window[1]:g}: exit {better.exit_layer}, "
-            f"k = {better.num_draft_tokens}, predicted ×{better.speedup_predicted:.2f}; try --window 0,1"
-        )
-    if result.path:
-        print(f"written: {result.path}")
-    else:
-        console.print_json(result.to_dict()["artifact"])
-
-
-def _print_candidates(result: Sweep) -> None:
-    measured = {confirmed.label: confirmed for confirmed in result.confirmed}
-    lines = []
-    for candidate in result.candidates:
-        tried = measured.get(candidate.label)
-        numbers = (candidate.cost_ratio, candidate.verify_ratio, candidate.tokens_per_step, candidate.cost_per_step)
-        lines.append(
-            [
-                candidate.label,
-                str(candidate.num_draft_tokens),
-                "–" if candidate.alpha is None else f"{candidate.alpha:.3f}",
-                *(f"{number:.2f}" for number in (*numbers, candidate.speedup_predicted)),
-                f"×{tried.speedup:.2f} ±{tried.spread / 2:.0%}" if tried else "",
-            ]
-        )
-    console.table(
-        "drafters",
-        ["", "k", "α", "c", "v", "tokens", "cost", "predicted", "measured"],
-        lines,
-        caption="k: mean. tokens, cost: of a step, plain ones among them, in tokens and plain steps. measured: against "
-        "plain decoding in turn, on other prompts, with --k-policy cost; ± half the quartiles' span. N: tokens that a "
-        "draft may propose",
-    )
-    for confirmed in result.confirmed:
-        if confirmed.identical is False:
-            print(f"OTHER TOKENS than plain decoding with {confirmed.label}")
-    for label, reason in result.skipped.items():
-        print(f"not tried: {label}: {reason}")
-
-
-def _line(cell: Cell, overhead_ratio: float) -> list[str]:
-    from selfspec_tune.sweep.objective import alpha_needed
-
-    needed = alpha_needed(1.0, cell.cost_ratio, cell.verify_ratio + overhead_ratio, cell.num_draft_tokens)
-    numbers = (cell.cost_ratio, cell.verify_ratio, cell.tokens_per_round, cell.speedup_model, cell.speedup_predicted)
-    return [
-        str(cell.exit_layer),
-        str(cell.num_draft_tokens),
-        f"{cell.alpha:.3f}",
-        f"{needed:.3f}" if needed is not None else "never",
-        *(f"{number:.2f}" for number in numbers),
-    ]
-
-
-def _caption(result: Sweep, config: configs.SweepConfig) -> str:
-    costs = result.costs
-    price = "exact numerics cannot be certified here"
-    if costs.exact_over_fast is not None:
-        price = f"an exact plain step costs ×{costs.exact_over_fast:.2f} of a fast one"
-    return (
-        f"{config.numerics} numerics, {config.context_length} live tokens: plain step {1000 * costs.plain:.1f} ms "
-        f"(spread {costs.spread.get('plain', 0):.0%}, composed ×{costs.composed_over_measured:.2f}), "
-        f"o = {costs.overhead_ratio:.3f}, {price}; plain decoding {result.profile.plain_tokens_per_second:.1f} tokens/s"
-    )

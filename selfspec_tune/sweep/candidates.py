@@ -184,9 +184,7 @@ class Trials:
         """Profile the drafters asked for besides `layer_skip`; the hybrid copies, and takes the best of the others."""
         asked, found = self.config.drafters, [layer_skip] if layer_skip else []
         if self.config.source == "reference":
-            others = [
-                name for name in asked if name not in ("layer-skip", "exit-head" if not self._has_exit_head() else "")
-            ]
+            others = [name for name in asked if name != "layer-skip" and (name != "exit-head" or self._has_exit_head())]
             self.skipped |= dict.fromkeys(others, "it is profiled by decoding: --source generated")
             return found
         requests = spread_evenly(prompts, TRIAL_PROMPTS)

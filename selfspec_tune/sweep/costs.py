@@ -1,4 +1,4 @@
-"""Costs measured once per context length and batch size, kept in a file where one is given, and asked for in between."""
+"""Costs measured once per context length and batch size, kept in a file, and asked for at any length in between."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ VOCAB_CHUNK, ROW_CHUNK = 4096, 512
 class ProfileHead:
     """The decoder's head in the arithmetic its decoding steps use, as far as the order of sums goes.
 
-    On a CPU the weight is widened to fp32, which is several times faster for many rows where the CPU has no low-precision
-    arithmetic. Compiled ops keep norm and logits in fp32; elsewhere logits are rounded as a product in the model's dtype
-    rounds them.
+    On a CPU the weight is widened to fp32, which is several times faster for many rows where the CPU has no
+    low-precision arithmetic. Compiled ops keep norm and logits in fp32; elsewhere logits are rounded as a product in
+    the model's dtype rounds them.
     """
 
     def __init__(self, decoder: LayeredDecoder) -> None:
@@ -80,8 +80,8 @@ class ProfileHead:
     def masses(
         self, rows: Tensor, tokens: Tensor, temperature: float, least: Tensor, most_above: int
     ) -> tuple[Tensor, Tensor]:
-        """Return for rows [N, d] and one token [N] each, of softmax(logits/temperature), fp32 [N] each: q(token) and the
-        probability of all tokens above it.
+        """Return for rows [N, d] and one token each [N], of softmax(logits/temperature): q(token) and the probability
+        of all tokens above it, fp32 [N] each.
 
         Logits of a chunk of tokens exist at one time. A row is given up, and both are 0, as soon as its q(token) is
         certain to be below `least` [N], or `most_above` tokens to be above it.

@@ -1,4 +1,4 @@
-"""Several processes, one per GPU, that share the prompts of a sweep: started by `accelerate launch`, else just this one."""
+"""Processes, one per GPU, that share the prompts of a sweep: as `accelerate launch` starts them, else just this one."""
 
 from __future__ import annotations
 

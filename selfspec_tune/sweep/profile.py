@@ -6,8 +6,8 @@ text, whether the draft token at position t would stand is an independent event 
 - greedy: w_t = [argmax q_t = x_t]. The comparison is with the token x_t that decoding emitted, not with the argmax of
   this pass: its calls have other shapes, so in low precision its near-ties may fall otherwise, while the engine accepts
   a draft token exactly if it equals what plain decoding emits.
-- sampling: w_t = min(1, q_t(x_t)/p_t(x_t)), because P(drafted and accepted | x_t) = q·min(1, p/q)/p. Its mean over texts
-  is Σ min(p, q), so α is the mean of the w_t in either case.
+- sampling: w_t = min(1, q_t(x_t)/p_t(x_t)), because P(drafted and accepted | x_t) = q·min(1, p/q)/p. Its mean over
+  texts is Σ min(p, q), so α is the mean of the w_t in either case.
 
 From the w_t follows the expected number of rounds that emit the text, hence tokens_per_round, without the assumption
 that acceptances are alike or independent of the position. Averaging over all positions instead would be biased: rounds

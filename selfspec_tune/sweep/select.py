@@ -21,14 +21,6 @@ from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.model.load import checkpoint_dir
 from selfspec_tune.progress import Progress, silent
 from selfspec_tune.sweep import objective, warnings
-from selfspec_tune.sweep.candidates import Candidate, Trials, of_cell
-from selfspec_tune.sweep.confirm import Confirmed, confirm, split
-from selfspec_tune.sweep.costs import CostBook, contexts_that_fit
-from selfspec_tune.sweep.kept import Kept
-from selfspec_tune.sweep.objective import Cell, Costs, why_not
-from selfspec_tune.sweep.processes import Processes
-from selfspec_tune.sweep.profile import Profiler, Prompt, checked
-from selfspec_tune.sweep.record import Decision, build_artifact
 from selfspec_tune.sweep.breakdown import (
     by_domain,
     choice_by_context,
@@ -37,6 +29,14 @@ from selfspec_tune.sweep.breakdown import (
     ranked,
     score,
 )
+from selfspec_tune.sweep.candidates import Candidate, Trials, of_cell
+from selfspec_tune.sweep.confirm import Confirmed, confirm, split
+from selfspec_tune.sweep.costs import CostBook, contexts_that_fit
+from selfspec_tune.sweep.kept import Kept
+from selfspec_tune.sweep.objective import Cell, Costs, why_not
+from selfspec_tune.sweep.processes import Processes
+from selfspec_tune.sweep.profile import Profiler, Prompt, checked
+from selfspec_tune.sweep.record import Decision, build_artifact
 from selfspec_tune.sweep.tally import RESAMPLES, Profile, PromptTally, interval
 
 CLEARLY_SLOWER = 0.9

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from selfspec_tune import artifact as artifacts
 from selfspec_tune.cli import app
-from selfspec_tune.cli.sweep_exit import check_options, shown_exits
+from selfspec_tune.cli.sweep_exit import check_options
 from selfspec_tune.config import SweepConfig
 from selfspec_tune.decode.drafters.make import DraftSettings
 from selfspec_tune.decode.engine import Engine, Request
@@ -319,12 +319,6 @@ def test_options_that_cannot_work(changes: dict[str, Any], message: str, quick: 
         check_options(replace(quick, **changes))
 
 
-def test_rows_of_a_deep_model_are_thinned() -> None:
-    assert shown_exits(30, 32, {7}) == list(range(1, 30))
-    shown = shown_exits(81, 32, {7, 8})
-    assert {1, 7, 8, 80} <= set(shown) and len(shown) <= 34
-
-
 ARGUMENTS = ["--num-prompts", "5", "--max-new-tokens", "12", "--max-draft-tokens", "2", "--context-length", "40"]
 
 
@@ -344,11 +338,17 @@ def test_the_command_prints_one_json_object(own_checkpoint: Path, prompts: Path)
     assert "better_outside_window" in printed
 
 
-def test_the_command_draws_the_cells_and_says_what_it_chose(own_checkpoint: Path, prompts: Path) -> None:
+def test_the_command_draws_the_cells_and_says_what_it_chose(
+    own_checkpoint: Path, prompts: Path, tmp_path: Path
+) -> None:
+    report = tmp_path / "report"
     prompts.write_text("".join(prompts.read_text().splitlines(keepends=True)[:3]))
     command = ["sweep-exit", str(own_checkpoint), "--prompts", str(prompts), *ARGUMENTS, "--repeats", "2"]
+    command += ["--report", str(report)]
     done = CliRunner().invoke(app, [*command, "--confirm", "0", "--numerics", "fast"], catch_exceptions=False)
     assert done.exit_code == 0
     assert "only 3 prompts" in done.stderr
     for piece in ("E=1", "E=3", "k=2", "speculation o", "needed", "written: ", "hybrid", "8-bit"):
         assert piece in done.stdout
+    assert f"report: {report / 'index.html'}" in done.stderr
+    assert (report / "index.html").is_file() and (report / "sweep.json").is_file()
