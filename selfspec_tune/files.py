@@ -14,22 +14,30 @@ from selfspec_tune.errors import UserError
 
 
 @contextmanager
-def atomic_writer(path: Path) -> Iterator[TextIO]:
-    """Open a temporary file beside `path` and rename it over `path` only if the block succeeds."""
+def temporary_beside(path: Path) -> Iterator[Path]:
+    """Make a temporary file beside `path`, to be written, and rename it over `path` only if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(descriptor)
+    temporary = Path(name)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
-            yield handle
-            handle.flush()
-            os.fsync(handle.fileno())
+        yield temporary
         umask = os.umask(0)
         os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(path)
+        temporary.chmod(0o666 & ~umask)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def atomic_writer(path: Path) -> Iterator[TextIO]:
+    """Open a temporary file beside `path` and rename it over `path` only if the block succeeds."""
+    with temporary_beside(path) as temporary, temporary.open("w", encoding="utf-8") as handle:
+        yield handle
+        handle.flush()
+        os.fsync(handle.fileno())
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -42,16 +42,17 @@ def sweep_exit(
     check_options(config)
 
     from selfspec_tune.decode.engine import Engine
-    from selfspec_tune.decode.prompts import read_requests
+    from selfspec_tune.decode.prompts import prompt_text, read_requests
     from selfspec_tune.decode.sampling import SamplingParams
     from selfspec_tune.model.decoder import load_decoder
-    from selfspec_tune.model.load import end_tokens, load_tokenizer
+    from selfspec_tune.model.load import checkpoint_dir, end_tokens, load_tokenizer
     from selfspec_tune.sweep import confirm, select
+    from selfspec_tune.trained_on import notices
 
     assert config.prompts is not None
     SamplingParams(config.temperature, config.top_k, config.top_p)  # a bad value fails before anything is loaded
     tokenizer = load_tokenizer(model)
-    _, requests = read_requests(
+    records, requests = read_requests(
         config.prompts,
         tokenizer,
         config,
@@ -60,6 +61,9 @@ def sweep_exit(
     )
     if len(requests) < FEW_PROMPTS:
         console.notice(f"only {len(requests)} prompts: with fewer than {FEW_PROMPTS} the choice may be chance")
+    texts = [prompt_text(record, config) for record in records]
+    for text in notices(checkpoint_dir(model), texts, what="prompts", flattered="acceptance"):
+        console.notice(text)
     decoder = load_decoder(model, dtype=config.dtype, device=config.device)
     engine = Engine(
         decoder,
