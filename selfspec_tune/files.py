@@ -14,34 +14,36 @@ from selfspec_tune.errors import UserError
 
 
 @contextmanager
+def temporary_beside(path: Path) -> Iterator[Path]:
+    """Make a temporary file beside `path`, to be written, and rename it over `path` only if the block succeeds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        yield temporary
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
 def atomic_writer(path: Path) -> Iterator[TextIO]:
     """Open a temporary file beside `path` and rename it over `path` only if the block succeeds."""
-    with _replacing(path, "w") as handle:
+    with temporary_beside(path) as temporary, temporary.open("w", encoding="utf-8") as handle:
         yield handle
+        handle.flush()
+        os.fsync(handle.fileno())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write `content`, atomically."""
-    with _replacing(path, "wb") as handle:
-        handle.write(content)
-
-
-@contextmanager
-def _replacing(path: Path, mode: str) -> Iterator[Any]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, mode, encoding=None if "b" in mode else "utf-8") as handle:
-            yield handle
-            handle.flush()
-            os.fsync(handle.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with temporary_beside(path) as temporary:
+        temporary.write_bytes(content)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -43,20 +43,26 @@ def sweep_exit(
         page.check_report(config.report)
 
     from selfspec_tune.decode.engine import Engine
+    from selfspec_tune.decode.prompts import prompt_text
     from selfspec_tune.decode.sampling import SamplingParams
     from selfspec_tune.model.decoder import load_decoder
-    from selfspec_tune.model.load import end_tokens, load_tokenizer
+    from selfspec_tune.model.load import checkpoint_dir, end_tokens, load_tokenizer
     from selfspec_tune.sweep.processes import Processes
     from selfspec_tune.sweep.prompts import read_prompts
     from selfspec_tune.sweep.select import sweep
+    from selfspec_tune.trained_on import notices
 
     SamplingParams(config.temperature, config.top_k, config.top_p)  # a bad value fails before anything is loaded
     processes, tokenizer = Processes(), load_tokenizer(model)
-    _, prompts = read_prompts(config, tokenizer)
+    records, prompts = read_prompts(config, tokenizer)
+    texts = [prompt_text(record, config) for record in records]
+    flattered = notices(checkpoint_dir(model), texts, what="prompts", flattered="acceptance") if processes.main else []
+    for text in flattered:
+        console.notice(text)
     decoder = load_decoder(model, dtype=config.dtype, device=processes.device(config.device))
     engine = Engine(decoder, tokenizer, end_tokens=end_tokens(decoder.model), numerics=config.numerics)
     with console.progress_bar(shown=processes.main) as progress:
-        result = sweep(model, engine, prompts, config, processes, console.notice, progress)
+        result = sweep(model, engine, prompts, config, processes, flattered, console.notice, progress)
     processes.leave()
     if result is None:
         return

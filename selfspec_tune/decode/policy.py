@@ -58,7 +58,7 @@ class Policy:
     """Whether `enough` is asked, which costs the draft a look at its probabilities."""
 
     def at(self, context_length: int) -> int | None:
-        """Learn before `next` how long the longest text is; return the exit layer for it, None for the drafter's own."""
+        """Learn before `next` how long the longest text is; return its exit layer, None for the drafter's own."""
         return None
 
     def next(self, remaining: int, sources: Sequence[Source]) -> tuple[Source, int] | None:

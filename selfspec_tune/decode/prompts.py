@@ -9,6 +9,7 @@ from selfspec_tune.config import PromptConfig
 from selfspec_tune.decode.engine import Request
 from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_jsonl
+from selfspec_tune.trained_on import contents
 
 
 def encode_text(tokenizer: Any, prompt: str, *, raw: bool) -> list[int]:
@@ -69,21 +70,35 @@ def read_requests(
                 f"{path}: two records have the same {config.id_field}", got=request_id, command="--id-field FIELD"
             )
         seen.add(request_id)
-        messages, prompt = record.get(config.messages_field), record.get(config.prompt_field)
-        if isinstance(messages, list) and messages and not config.raw:
-            if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
-                messages = messages[:-1]
+        messages, prompt = _messages(record, config), record.get(config.prompt_field)
+        if messages is not None:
             ids = encode_messages(tokenizer, messages)
         elif isinstance(prompt, str):
             ids = encode_text(tokenizer, prompt, raw=config.raw)
         else:
+            unused = config.raw and record.get(config.messages_field)
             raise UserError(
                 f"{path}: record {number + 1} has no text in {config.prompt_field!r} "
                 f"and no messages in {config.messages_field!r}",
                 got=", ".join(record) or "an empty record",
-                command="no --raw" if config.raw and messages else "--prompt-field NAME or --messages-field NAME",
+                command="no --raw" if unused else "--prompt-field NAME or --messages-field NAME",
             )
         if not ids:
             raise UserError(f"{path}: record {number + 1} has an empty prompt", allowed="at least one token")
         requests.append(Request(request_id, ids, max_new_tokens, stop))
     return records, requests
+
+
+def prompt_text(record: dict[str, Any], config: PromptConfig) -> str:
+    """Return what the prompt of a record says: its text, or what its messages say, the system's left out."""
+    messages = _messages(record, config)
+    return str(record.get(config.prompt_field, "")) if messages is None else "\n".join(contents(messages))
+
+
+def _messages(record: dict[str, Any], config: PromptConfig) -> list[Any] | None:
+    """Return the chat messages to be answered; None where the prompt is a text."""
+    messages = record.get(config.messages_field)
+    if config.raw or not isinstance(messages, list) or not messages:
+        return None
+    last = messages[-1]
+    return messages[:-1] if isinstance(last, dict) and last.get("role") == "assistant" else messages

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec_tune import artifact
+from selfspec_tune import artifact, trained_on
 from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import RegressConfig
 from selfspec_tune.decode.drafters.make import DraftSettings, make_drafter
@@ -185,6 +185,8 @@ def read_inputs(model: str, config: RegressConfig) -> Inputs:
     inputs = Inputs(base, [], [], known, notices)
     if base is not None:
         inputs.windows = _read_windows(base, tokenizer, config)
+        texts = [tokenizer.decode(window) for window in inputs.windows]
+        notices += trained_on.notices(checkpoint_dir(model), texts, what="texts", flattered="perplexity")
     elif config.text:
         notices.append("no base is known (--base): weights were not compared, perplexity was not tested")
     else:

@@ -129,6 +129,7 @@ def sweep(
     prompts: Sequence[Prompt],
     config: SweepConfig,
     processes: Processes | None = None,
+    known_warnings: Sequence[str] = (),
     notice: Callable[[str], object] = lambda text: None,
     progress: Progress = silent,
 ) -> Sweep | None:
@@ -139,6 +140,7 @@ def sweep(
         engine: batch size 1, in `config.numerics`.
         prompts: those after the first `num_prompts` serve to confirm.
         processes: that share the work; all call this, and only the main one gets a result.
+        known_warnings: what was found out before, for the report.
         notice: told of what an earlier, interrupted run had finished.
 
     Raises:
@@ -192,6 +194,7 @@ def sweep(
         by_domain=by_domain(profile, trials, choice.candidate, candidates, exits),
         alpha_needed=needed_for(cells, costs.overhead_ratio, range(1, profile.num_layers)),
         warnings=[
+            *known_warnings,
             *warnings.of_profile(profile, approximate=config.source == "reference"),
             *warnings.of_costs(book.all, best, parts[best.exit_layer, best.num_draft_tokens]),
             *warnings.of_confirmed(candidates, confirmed),

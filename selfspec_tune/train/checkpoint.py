@@ -3,11 +3,12 @@
     output/metrics.jsonl            one line per step and evaluation
     output/state/step-000050/       the latest state; gone when the run is finished
     output/model.safetensors ...    the checkpoint, complete with tokenizer, generation config, chat template
+    output/trained_on.npy           hashes of the texts it was trained on, see `trained_on.py`
     output/training.json            the facts of the run; its presence says that the run is finished
 
-A head's run leaves exit_head.metrics.jsonl, exit_head.state/, exit_head.safetensors and exit_head.json instead, so that
-its output may be the model's own directory; another one is completed with the model's files. Everything is written
-under another name and then renamed.
+A head's run leaves exit_head.metrics.jsonl, exit_head.state/, exit_head.safetensors, exit_head.json and trained_on.npy
+instead, so that its output may be the model's own directory; another one is completed with the model's files.
+Everything is written under another name and then renamed.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,11 +30,13 @@ class Sequences:
         ids: [N, T] int32 token ids.
         counted: [N, T] bool; False for tokens that are read but not predicted (the prompt of a completion).
         states: [N, 2, T, d] of a frozen target, see `targets.py`; None where they are not kept.
+        records: those of which a sequence holds a part, in their order.
     """
 
     ids: torch.Tensor
     counted: torch.Tensor
     states: torch.Tensor | None = None
+    records: tuple[Record, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -134,12 +137,13 @@ def _pack(records: list[Record], tokenizer: Any, length: int, limit: int, *, wha
     """Tokenize records in turn, an end-of-text token behind each, and draw `limit` sequences of them at most."""
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-text token", allowed="a tokenizer with eos_token")
-    ids, counted = array("i"), array("b")
+    ids, counted, ends = array("i"), array("b"), array("q")
     pool = max(limit, min(POOL * limit, LARGEST_POOL))
     for record in records:
         record_ids, num_prompt = _tokenize(record, tokenizer)
         ids.extend(record_ids)
         counted.extend([0] * num_prompt + [1] * (len(record_ids) - num_prompt))
+        ends.append(len(ids))
         if len(ids) >= length * pool:
             break
     count = min(pool, len(ids) // length)
@@ -154,7 +158,16 @@ def _pack(records: list[Record], tokenizer: Any, length: int, limit: int, *, wha
     return Sequences(
         torch.tensor(ids[: count * length], dtype=torch.int32).view(count, length)[drawn],
         torch.tensor(counted[: count * length], dtype=torch.bool).view(count, length)[drawn],
+        records=tuple(records[index] for index in _held(ends, drawn, length)),
     )
+
+
+def _held(ends: Sequence[int], drawn: list[int], length: int) -> list[int]:
+    """Return the indices of the records of which a drawn sequence holds a token; `ends` is where each one ends."""
+    held: set[int] = set()
+    for row in drawn:
+        held.update(range(bisect_right(ends, row * length), bisect_left(ends, (row + 1) * length) + 1))
+    return sorted(held)
 
 
 def _tokenize(record: Record, tokenizer: Any) -> tuple[list[int], int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from selfspec_tune import trained_on
 from selfspec_tune.config import TrainConfig
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.families import describe
@@ -88,6 +89,7 @@ class _Run:
                 allowed=f"at most {family.max_context}",
             )
         self.exits = resolve_exits(config.chosen_exits, family.num_layers)
+        self.trained_on = trained_on.read(checkpoint.files_of(self.base)) or trained_on.TrainedOn()
         self.tokenizer = load_tokenizer(self.base)
         training, held_out = _load_data(config, self.tokenizer, accelerator.num_processes)
         if int(training.ids.max()) >= family.vocab_size:
@@ -126,8 +128,15 @@ class _Run:
         self.method.save(self.module, self.tokenizer, self.output, self.position.step, self.about["config"])
         facts = self._facts(after)
         if self.accelerator.is_main_process:
+            self._write_trained_on()
             checkpoint.write_facts(self.output, facts, self.files)
         return facts
+
+    def _write_trained_on(self) -> None:
+        """Write what the base was trained on and what this run has read, held-out records left out."""
+        for record in self.training.records:
+            self.trained_on.add(record.parts)
+        self.trained_on.write(self.output)
 
     def _prepare(self, module: Any) -> tuple[Any, Any]:
         config = self.config

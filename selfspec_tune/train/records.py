@@ -6,12 +6,13 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_text
+from selfspec_tune.trained_on import contents
 
 # NAME, NAME:SPLIT or NAME:CONFIG:SPLIT; a split may be a slice such as train[:5000].
 _HUB_NAME = re.compile(r"(?P<name>[^:]+)(:(?P<config>[^:\[]+)(?=:))?(:(?P<split>[^:\[]+(\[[^\]]*\])?))?")
@@ -19,11 +20,21 @@ _HUB_NAME = re.compile(r"(?P<name>[^:]+)(:(?P<config>[^:\[]+)(?=:))?(:(?P<split>
 
 @dataclass(frozen=True)
 class Record:
-    """One document: `prompt` is read but not predicted, `text` is both. `templated` text holds its special tokens."""
+    """One document: `prompt` is read but not predicted, `text` is both. `templated` text holds its special tokens.
+
+    Attributes:
+        contents: what the messages of a templated text say, the system's left out.
+    """
 
     text: str
     prompt: str = ""
     templated: bool = False
+    contents: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What the record says, without a template."""
+        return self.contents or (self.prompt, self.text)
 
     def digest(self) -> int:
         """Return a number that depends on the text alone, not on the file, the order or the process."""
@@ -83,7 +94,8 @@ def _hub_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _record(row: dict[str, Any], where: str, tokenizer: Any, text_field: str, messages_field: str) -> Record:
     if row.get(messages_field) is not None:
-        return Record(_render(row[messages_field], where, messages_field, tokenizer), templated=True)
+        text = _render(row[messages_field], where, messages_field, tokenizer)
+        return Record(text, templated=True, contents=tuple(contents(row[messages_field])))
     if row.get("prompt") is not None and row.get("completion") is not None:
         return Record(_text(row, "completion", where), prompt=_text(row, "prompt", where))
     if row.get(text_field) is not None:

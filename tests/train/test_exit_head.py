@@ -29,7 +29,7 @@ from selfspec_tune.train.loop import train
 from selfspec_tune.train.module import EarlyExitModule, ExitHeadModule
 
 Make = Callable[..., TrainConfig]
-OUTPUT = ["exit_head.json", "exit_head.metrics.jsonl", EXIT_HEAD_FILE]
+OUTPUT = ["exit_head.json", "exit_head.metrics.jsonl", EXIT_HEAD_FILE, "trained_on.npy"]
 
 
 class Killed(Exception):
