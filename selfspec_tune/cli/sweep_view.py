@@ -18,7 +18,9 @@ def show(result: dict[str, Any]) -> None:
     show_maps(result)
     notable = tables.notable_exits(result)
     exits = tables.shown_exits(result["num_layers"], TABLE_ROWS - len(notable), notable)
-    drawn = [tables.exits_table(result, exits), tables.drafters_table(result), tables.contexts_table(result)]
+    drawn = [tables.exits_table(result, exits), tables.drafters_table(result)]
+    if result["by_context"]:
+        drawn.append(tables.contexts_table(result))
     if result["by_domain"]:
         drawn.append(tables.domains_table(result))
     drawn.append(tables.costs_table(result))
@@ -58,7 +60,7 @@ def show_maps(result: dict[str, Any]) -> None:
     scores = {"Textbook score": "speedup_model", "Predicted speed-up": "speedup_predicted"}
     maps = [
         HeatMap(
-            f"{title} of layer skip{' (approximate)' if result['approximate'] else ''}",
+            f"{title}{' (approximate)' if result['approximate'] else ''}",
             [f"E={tables.depth(exit_layer, num_layers)}" for exit_layer in exits],
             [f"k={cell['num_draft_tokens']}" for cell in result["cells"] if cell["exit_layer"] == exits[0]],
             [[cell[score] for cell in grid[exit_layer]] for exit_layer in exits],
@@ -68,7 +70,7 @@ def show_maps(result: dict[str, Any]) -> None:
     ]
     low, high = result["window"]
     caption = (
-        "E: layers the draft runs. k: tokens it drafts. "
+        "Layer skip against plain decoding. E: layers the draft runs. k: tokens it drafts. "
         f"Between the lines, coloured: the window of {low:.0%} to {high:.0%} of depth, from which the exit is chosen. "
         "+ and blue: faster than plain decoding; orange: slower. * the best of the window."
     )

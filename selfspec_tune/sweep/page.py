@@ -36,7 +36,7 @@ pre { background: var(--panel); padding: .7rem 1rem; white-space: pre-wrap; } de
 .scroll { overflow-x: auto; } .caption { color: var(--soft); font-size: .87rem; margin: .3rem 0 0; }
 table { border-collapse: collapse; font-size: .87rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .22rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 5.2rem; }
+th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 7.5rem; }
 tr.chosen td { font-weight: 700; background: var(--panel); }
 .plots { display: flex; flex-wrap: wrap; gap: 1rem; } figure { margin: .6rem 0; }
 .plots figure { flex: 1 1 22rem; } img { width: 100%; max-width: 46rem; height: auto; }

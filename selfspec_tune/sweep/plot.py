@@ -1,17 +1,14 @@
 """What `sweep-exit` found, as PNG images, each for light and for dark pages. Needs matplotlib (extra `report`).
 
-Colours differ in lightness too and stay apart for colour-blind readers: blue is faster than plain decoding, orange
-slower. Names from prompt files are drawn as they are: no mathematics is read into them.
+Names from prompt files are drawn as they are: no mathematics is read into them.
 """
 
 from __future__ import annotations
 
-import io
 import textwrap
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from selfspec_tune.sweep.tables import (
     WISH,
@@ -24,57 +21,21 @@ from selfspec_tune.sweep.tables import (
     shown_exits,
     window_exits,
 )
+from selfspec_tune.sweep.theme import THEMES, Theme, ink_on, new_figure, render
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DPI = 150
 MAP_ROWS = 48
 """Exits in a heat map at about most."""
 NAME_WIDTH = 28
 """Letters of a name on an axis, in each of three lines at most; the page's tables have all."""
-
-
-@dataclass(frozen=True)
-class Theme:
-    """Colours of one kind of page.
-
-    Attributes:
-        slower, even, faster: ends and middle of the scale around plain decoding.
-        lines: told apart by lightness and by mark.
-    """
-
-    ground: str
-    ink: str
-    faint: str
-    slower: str
-    even: str
-    faster: str
-    lines: tuple[str, ...]
-
-
-THEMES = {
-    "light": Theme(
-        ground="#ffffff",
-        ink="#1c2128",
-        faint="#c9d1d9",
-        slower="#a63603",
-        even="#f7f7f5",
-        faster="#08519c",
-        lines=("#0b3c6f", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#8a6d00"),
-    ),
-    "dark": Theme(
-        ground="#14181d",
-        ink="#e6edf3",
-        faint="#3d4650",
-        slower="#f5a04c",
-        even="#2a3038",
-        faster="#6cb6ff",
-        lines=("#6cb6ff", "#f5a04c", "#3ddba4", "#f0a3cd", "#d8e6f3", "#e3d05b"),
-    ),
-}
 MARKS = ("o", "s", "^", "D", "v", "P")
+SCORES = {
+    "speedup_model": ("textbook", "Textbook score"),
+    "speedup_predicted": ("predicted", "Predicted speed-up"),
+}
 
 
 @dataclass(frozen=True)
@@ -103,57 +64,9 @@ def draw_plots(result: Json) -> list[Plot]:
         drawings.append(("domains", "predicted speed-up by domain", lambda t: by_domain(result, t)))
     drawings.append(("drafters", "predicted and measured speed-up of drafters", lambda t: drafters(result, t)))
     return [
-        Plot(name, alt, {theme: _png(draw, colours) for theme, colours in THEMES.items()})
+        Plot(name, alt, {theme: render(draw, colours) for theme, colours in THEMES.items()})
         for name, alt, draw in drawings
     ]
-
-
-SCORES = {
-    "speedup_model": ("textbook", "Textbook score"),
-    "speedup_predicted": ("predicted", "Predicted speed-up"),
-}
-
-
-def _png(draw: Callable[[Theme], Figure], theme: Theme) -> bytes:
-    import matplotlib
-
-    style: Any = {
-        "figure.facecolor": theme.ground,
-        "axes.facecolor": theme.ground,
-        "axes.edgecolor": theme.faint,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlelocation": "left",
-        "axes.titlesize": 11,
-        "axes.titleweight": "bold",
-        "grid.color": theme.faint,
-        "grid.linewidth": 0.6,
-        "font.family": "DejaVu Sans",
-        "font.size": 10,
-        "legend.frameon": False,
-        "legend.fontsize": 9,
-        "legend.handlelength": 3.2,
-        "figure.constrained_layout.w_pad": 0.12,
-        "figure.constrained_layout.h_pad": 0.08,
-        "lines.linewidth": 1.8,
-        "lines.markersize": 5,
-        "text.parse_math": False,
-        **{f"{name}.color": theme.ink for name in ("text", "xtick", "ytick")},
-        **{f"axes.{name}color": theme.ink for name in ("label", "title")},
-    }
-    with matplotlib.rc_context(style), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the page's tables have the name
-        figure, image = draw(theme), io.BytesIO()
-        figure.savefig(image, format="png", dpi=DPI, facecolor=theme.ground)
-    return image.getvalue()
-
-
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _title(text: str, result: Json) -> str:
@@ -166,7 +79,7 @@ def _short(name: str) -> str:
 
 def alpha_by_depth(result: Json, theme: Theme) -> Figure:
     """Draw α over the exit layer with its interval, the window, and the α that the wish would take."""
-    figure = _figure(7, 4.2)
+    figure = new_figure(7, 4.2)
     axes = figure.subplots()
     exits = [int(exit_layer) for exit_layer in result["alpha_by_exit"]]
     lows, highs = zip(*result["alpha_intervals"].values(), strict=True)
@@ -196,13 +109,13 @@ def heat_map(result: Json, theme: Theme, score: str, scale: float) -> Figure:
     exits = shown_exits(num_layers, MAP_ROWS, notable_exits(result))
     values = [[cell[score] for cell in grid[exit_layer]] for exit_layer in exits]
     columns = len(values[0])
-    figure = _figure(max(3.6, 1.6 + 0.56 * columns), 1.5 + 0.235 * len(exits))
+    figure = new_figure(max(3.6, 1.6 + 0.56 * columns), 1.5 + 0.235 * len(exits))
     axes = figure.subplots()
     colours = LinearSegmentedColormap.from_list("around plain", [theme.slower, theme.even, theme.faster])
     image = axes.imshow(values, cmap=colours, vmin=1 - scale, vmax=1 + scale, aspect="auto")
     for row, line in enumerate(values):
         for column, value in enumerate(line):
-            ink = _ink_on(colours((value - 1 + scale) / (2 * scale)))
+            ink = ink_on(colours((value - 1 + scale) / (2 * scale)))
             figures = axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=ink)
             figures.set_in_layout(False)  # it is inside the axes, and measuring hundreds takes seconds
     inside = [number for number, exit_layer in enumerate(exits) if exit_layer in set(window_exits(result))]
@@ -222,20 +135,13 @@ def heat_map(result: Json, theme: Theme, score: str, scale: float) -> Figure:
     return figure
 
 
-def _ink_on(colour: Sequence[float]) -> str:
-    """Return black or white, whichever stands out more from a colour of red, green and blue in 0..1 (WCAG 2)."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3]]
-    luminance = sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-    return "#000000" if (luminance + 0.05) / 0.05 >= 1.05 / (luminance + 0.05) else "#ffffff"
-
-
 def cost_curves(result: Json, theme: Theme) -> Figure:
     """Draw c(E), and v(E, k) for a few k, one line per context length and batch size."""
     most = len(next(iter(result["costs"][0]["verify_ratio"].values())))
     best = best_in_window(result, "speedup_predicted")
     chosen = best["num_draft_tokens"] if best else most // 2
     shown = sorted({1, chosen, (most + 1) // 2, most}, key=lambda k: (k not in (1, most, chosen), k))[:3]
-    figure = _figure(7, 6.4)
+    figure = new_figure(7, 6.4)
     panels: list[Axes] = list(figure.subplots(2, 2, sharex=True).flat)
     contexts = list(dict.fromkeys(row["context_length"] for row in result["costs"]))
     batches = list(dict.fromkeys(row["batch_size"] for row in result["costs"]))
@@ -269,7 +175,7 @@ def cost_curves(result: Json, theme: Theme) -> Figure:
 
 def by_context(result: Json, theme: Theme) -> Figure:
     """Draw the best of layer skip for each context length, as a bar up or down from plain decoding."""
-    figure, rows = _figure(7, 3.8), result["by_context"]
+    figure, rows = new_figure(7, 3.8), result["by_context"]
     axes = figure.subplots()
     gains = [row["speedup_predicted"] - 1 for row in rows]
     colours = [theme.faster if gain > 0 else theme.slower for gain in gains]
@@ -335,7 +241,7 @@ def drafters(result: Json, theme: Theme) -> Figure:
 
 def _pairs(rows: Sequence[Pair], names: tuple[str, str], title: str, label: str, theme: Theme) -> Figure:
     """Draw pairs of figures line by line: the first a ring, the second a filled square."""
-    figure = _figure(7, 1.7 + 0.46 * len(rows))
+    figure = new_figure(7, 1.7 + 0.46 * len(rows))
     axes = figure.subplots()
     for number, row in enumerate(rows):
         if row.second is not None:

@@ -50,7 +50,7 @@ def test_an_image_is_neither_blank_nor_cut(plots: dict[str, Plot], name: str, th
 
 
 def test_what_has_no_data_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plot, "_png", lambda *_: b"")  # what is drawn is looked at above
+    monkeypatch.setattr(plot, "render", lambda *_: b"")  # what is drawn is looked at above
     result = example_result() | {"by_domain": [], "by_context": []}
     assert [one.name for one in plot.draw_plots(result)] == [n for n in NAMES if n not in ("context", "domains")]
 

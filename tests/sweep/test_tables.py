@@ -115,10 +115,11 @@ def test_without_a_written_file_the_next_command_says_all_of_it(drafter: Any) ->
 def test_the_next_command_follows_from_the_verdict() -> None:
     assert words.next_command(example_result()) == 'selfspec decode models/example-30 --prompt "..."'
     off = example_result(pays=False)
+    off["model"] = "some one/model; x"
     train = shlex.split(words.next_command(off))
-    assert train[:2] == ["selfspec", "train"] and set(train[2::2]) <= options(TrainConfig)
+    assert train[:4] == ["selfspec", "train", "--model", off["model"]] and set(train[2::2]) <= options(TrainConfig)
     assert "does not pay either" in (words.better_outside(off) or "")
     off["better_outside_window"]["speedup_predicted"] = 1.3
     sweep = shlex.split(words.next_command(off))
-    assert sweep[-2:] == ["--window", "0,1"] and set(sweep[3::2]) <= options(SweepConfig)
+    assert sweep[-2:] == ["--window", "0,1"] and sweep[2] == off["model"] and set(sweep[3::2]) <= options(SweepConfig)
     assert "try --window 0,1" in (words.better_outside(off) or "")
