@@ -97,7 +97,7 @@ def make_arm(name: str, engine: Engine, options: argparse.Namespace, known: dict
     costs = {}
     for part, its in zip(drafter.parts(), settings.parts, strict=True):
         if its.label not in known:
-            known[its.label] = draft_costs(engine, part)
+            known[its.label] = draft_costs(engine, part, SamplingParams(options.temperature))
         costs[part.name] = known[its.label]
     return Arm(settings, drafter, costs, make_policy(policy_name or options.k_policy, costs, options.num_draft_tokens))
 

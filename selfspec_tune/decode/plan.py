@@ -13,7 +13,7 @@ from selfspec_tune.decode.drafters.make import DraftSettings, make_drafter
 from selfspec_tune.decode.engine import Completion, Engine, Request
 from selfspec_tune.decode.policy import CostPolicy, DraftPolicy, Policy, WindowPolicy
 from selfspec_tune.decode.price import KnownCosts, draft_costs, measured_elsewhere
-from selfspec_tune.decode.sampling import SamplingParams
+from selfspec_tune.decode.sampling import GREEDY, SamplingParams
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import load_decoder
@@ -205,6 +205,7 @@ def make_policy(
     drafter: Drafter,
     choice: Choice,
     artifact: Artifact | None = None,
+    params: SamplingParams = GREEDY,
     progress: Progress = silent,
 ) -> Policy:
     """Make the policy chosen, with the costs in `selfspec.json` where they are of this; `cost` else times the drafters.
@@ -224,7 +225,7 @@ def make_policy(
         return CostPolicy(known.costs, known.alphas, choice.num_draft_tokens, known.by_context)
     if others:
         choice.notices.append(f"costs are timed anew: selfspec.json's were measured with {others}")
-    costs = {part.name: draft_costs(engine, part, progress=progress) for part in drafter.parts()}
+    costs = {part.name: draft_costs(engine, part, params, progress=progress) for part in drafter.parts()}
     return CostPolicy(costs, known.alphas if known else None, choice.num_draft_tokens)
 
 
@@ -246,5 +247,6 @@ def make_plan(
         if part.num_bytes:
             choice.notices.append(f"the {part.name} draft takes {part.num_bytes / 2**20:.0f} MiB more memory")
         choice.notices.extend(part.remarks)
-    policy = make_policy(engine, drafter, choice, artifact, progress) if drafter else DraftPolicy(0)
+    params = SamplingParams(options.temperature, options.top_k, options.top_p)
+    policy = make_policy(engine, drafter, choice, artifact, params, progress) if drafter else DraftPolicy(0)
     return Plan(engine, drafter, choice, policy)

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import MAX_DRAFT_TOKENS
+from selfspec_tune.decode.accept import accept_matching, accept_ratio
 from selfspec_tune.decode.drafters import Draft, Drafter, Source
 from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import ContextCosts, DraftCosts
+from selfspec_tune.decode.sampling import GREEDY, SamplingParams, distribution, draw
 from selfspec_tune.decode.verify import step_plain, verify
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder
@@ -150,6 +152,7 @@ TIMED_VERIFICATIONS = (1, 2, 4, MAX_DRAFT_TOKENS)
 def draft_costs(
     engine: Engine,
     drafter: Drafter,
+    params: SamplingParams = GREEDY,
     *,
     context_length: int = 256,
     repeats: int = 7,
@@ -157,11 +160,12 @@ def draft_costs(
     plain_overhead: float = 0.0,
     progress: Progress = silent,
 ) -> DraftCosts:
-    """Time a drafter's steps and the verification of what it drafts, greedily, against a plain step, in turn.
+    """Time a drafter's steps and the verification of what it drafts against a plain step, in turn.
 
     Args:
         engine: its numerics and batch size are those measured.
         drafter: offers one source; a repeating text is made for it, so that copying finds a match.
+        params: how tokens are chosen on all sides; sampling makes heads and acceptance dearer.
         context_length: live cache length; shortened to fit the model's context.
         overhead, plain_overhead: what a round, and a plain step, cost besides, in passes of a plain step; not timed.
     """
@@ -181,13 +185,13 @@ def draft_costs(
         cache, last = engine.ready([text] * engine.batch_size, drafter)
         for repeat in range(repeats + 2):
             cache.committed.fill_(context_length)
-            timed("plain", lambda: step_plain(decoder, cache, last).argmax(-1))
+            timed("plain", lambda: _accept(step_plain(decoder, cache, last), last[:, None][:, :0], None, params))
             source = (drafter.sources() or [Source(drafter.name)])[0]
             for k in (1, 4):
-                timed(f"draft {k}", partial(_propose, drafter, last, cache, k, source))
-            draft = drafter.propose(last, cache, MAX_DRAFT_TOKENS, _Chooser(), source)
+                timed(f"draft {k}", partial(_propose, drafter, last, cache, k, source, params))
+            draft = drafter.propose(last, cache, MAX_DRAFT_TOKENS, _Chooser(params), source)
             for k in TIMED_VERIFICATIONS:
-                timed(f"verify {k}", partial(_verify, decoder, cache, last, draft, k))
+                timed(f"verify {k}", partial(_verify, decoder, cache, last, draft, k, params))
             progress("timing the draft", repeat + 1, repeats + 2)
     decoder.tap = None
     # Ratios repeat by repeat: what slows the machine down for a while slows both sides.
@@ -204,26 +208,49 @@ def draft_costs(
 
 
 class _Chooser:
-    """Chooses greedily, and looks at the draft's confidence as the cost policy does, without ever ending the draft."""
+    """Chooses draft tokens, and looks at the draft's confidence as the cost policy does, without ever ending it."""
 
     confidence: Tensor
 
-    def __call__(self, logits: Tensor, offset: int) -> tuple[Tensor, None]:
-        self.confidence = (logits.amax(-1) - logits.logsumexp(-1)).exp()
-        return logits.argmax(-1), None
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+
+    def __call__(self, logits: Tensor, offset: int) -> tuple[Tensor, Tensor | None]:
+        if self.params.greedy:
+            self.confidence = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+            return logits.argmax(-1), None
+        q = distribution(logits, self.params)
+        self.confidence = q.amax(-1)
+        return draw(q, torch.full_like(q[:, 0], 0.5)), q
 
     def enough(self) -> bool:
         return float(self.confidence.mean()) < 0
 
 
-def _propose(drafter: Drafter, last: Tensor, cache: SharedKVCache, k: int, source: Source) -> Tensor:
-    chooser = _Chooser()
+def _propose(
+    drafter: Drafter, last: Tensor, cache: SharedKVCache, k: int, source: Source, params: SamplingParams
+) -> Tensor:
+    chooser = _Chooser(params)
     return drafter.propose(last, cache, k, chooser, source, chooser.enough).tokens
 
 
-def _verify(decoder: LayeredDecoder, cache: SharedKVCache, last: Tensor, draft: Draft, k: int) -> Tensor:
+def _verify(
+    decoder: LayeredDecoder, cache: SharedKVCache, last: Tensor, draft: Draft, k: int, params: SamplingParams
+) -> Tensor:
     hidden = None if draft.hidden is None else draft.hidden[:, : k + 1]
-    return verify(decoder, cache, last, Draft(draft.tokens[:, :k], None, hidden, draft.resume_layer)).argmax(-1)
+    q = None if draft.probabilities is None else draft.probabilities[:, :k]
+    logits = verify(decoder, cache, last, Draft(draft.tokens[:, :k], q, hidden, draft.resume_layer))
+    return _accept(logits, draft.tokens[:, :k], q, params)
+
+
+def _accept(logits: Tensor, drafted: Tensor, q: Tensor | None, params: SamplingParams) -> Tensor:
+    """Test [B, k] draft tokens against [B, k + 1, V] logits as the engine does; any noise costs the same."""
+    if params.greedy:
+        return accept_matching(drafted, logits.argmax(-1))[1]
+    target = distribution(logits, params)
+    given = torch.nn.functional.one_hot(drafted, target.shape[-1]).float() if q is None else q
+    uniform = torch.full(logits.shape[:2], 0.5, device=logits.device)
+    return accept_ratio(drafted, given, target, uniform[:, :-1], uniform[:, -1])[1]
 
 
 def _between(medians: dict[str, float], k: int) -> float:

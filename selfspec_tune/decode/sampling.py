@@ -41,6 +41,10 @@ class SamplingParams:
         return self.temperature == 0
 
 
+GREEDY = SamplingParams()
+"""The most probable token, always."""
+
+
 def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     """Return fp32 probabilities [..., V] after temperature, top-k and top-p (in this order).
 

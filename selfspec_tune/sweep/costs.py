@@ -97,6 +97,7 @@ class CostBook:
             self._drafts[label, length] = draft_costs(
                 self.engine,
                 drafter,
+                self.params,
                 context_length=length,
                 repeats=self.config.repeats,
                 overhead=costs.overhead / costs.plain,
