@@ -204,6 +204,7 @@ def chain(options: argparse.Namespace) -> dict[str, Json]:
     inputs = {"base": base, "trained": fingerprint(trained), "texts": file_sum(heldout, prompts)}
     command = ["sweep-exit", trained, "--prompts", prompts, "--raw", "--json"]
     command += ["--num-prompts", "8", "--max-new-tokens", "48", "--repeats", "7", "--confirm", "3"]
+    command += ["--context-lengths", "128,512"]
     # The sweep writes the artifact anew; the verdict of regress has to be put into it again.
     results["sweep"] = steps.run("sweep-exit", command, inputs, [trained / FILE_NAME], outdates=["regress"])
     command = ["regress", trained, "--base", model, "--text", heldout, "--prompts", prompts, "--raw", "--json"]
