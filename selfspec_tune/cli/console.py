@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from selfspec_tune.progress import Progress
 
@@ -58,6 +58,27 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]], *, c
     for row in rows:
         drawn.add_row(*map(str, row))
     Console().print(drawn)
+
+
+def sections(title: str, header: Sequence[str], parts: Mapping[str, Sequence[Sequence[str]]]) -> None:
+    """Print one table per part on stdout, its name above it, with columns of equal width where the screen has room."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    widths = [
+        max(map(len, column)) for column in zip(header, *(row for rows in parts.values() for row in rows), strict=True)
+    ]
+    fits = sum(widths) + 3 * len(widths) + 1 <= console.width
+    console.print(title, highlight=False, style="bold")
+    for name, rows in parts.items():
+        drawn = Table(title=name, title_justify="left")
+        for index, (heading, width) in enumerate(zip(header, widths, strict=True)):
+            justify: Literal["left", "right"] = "left" if index == 0 else "right"
+            drawn.add_column(heading, justify=justify, min_width=width if fits else None)
+        for row in rows:
+            drawn.add_row(*row)
+        console.print(drawn)
 
 
 def heat_map(

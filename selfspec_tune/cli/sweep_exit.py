@@ -9,6 +9,7 @@ import typer
 from selfspec_tune import config as configs
 from selfspec_tune.cli import console
 from selfspec_tune.cli.options import options_from
+from selfspec_tune.cli.verdict import gate_notices
 from selfspec_tune.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def sweep_exit(
     from selfspec_tune.decode.prompts import read_requests
     from selfspec_tune.decode.sampling import SamplingParams
     from selfspec_tune.model.decoder import load_decoder
-    from selfspec_tune.model.load import end_tokens, load_tokenizer
+    from selfspec_tune.model.load import checkpoint_dir, end_tokens, load_tokenizer
     from selfspec_tune.sweep import confirm, select
 
     assert config.prompts is not None
@@ -73,6 +74,8 @@ def sweep_exit(
         console.print_json(result.to_dict())
     else:
         _print(result, config)
+    for line in gate_notices(model, checkpoint_dir(model), result.artifact.regress):
+        console.notice(line)
     if result.path is None:
         console.notice(f"{model} is not a directory, so nothing was written: download it to keep the choice beside it")
 
