@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from regress.conftest import sentences, write_jsonl
 
 from selfspec_tune import artifact
 from selfspec_tune.artifact import Artifact
@@ -214,12 +213,8 @@ def test_a_run_that_tests_only_half_does_not_hide_that_the_other_half_failed() -
     assert report.merged(better, earlier)["passed"], "what was tested anew replaces what failed"
 
 
-def write_texts(path: Path, count: int, start: int) -> Path:
-    return write_jsonl(path, [{"text": " ".join(sentences(seed, 3))} for seed in range(start, start + count)])
-
-
 def test_a_tiny_text_is_undecided_and_the_advised_number_of_documents_decides(
-    copy: Path, learnt: Path, make_config: Callable, tmp_path: Path
+    copy: Path, make_config: Callable, make_texts: Callable, tmp_path: Path
 ) -> None:
     """The advice aims at deciding four times in five; texts and noise are fixed, so this cannot fail by chance."""
     import torch
@@ -229,30 +224,29 @@ def test_a_tiny_text_is_undecided_and_the_advised_number_of_documents_decides(
     with torch.no_grad():
         for layer in model.model.layers[-2:]:
             for parameter in layer.parameters():
-                parameter += 0.02 * torch.randn_like(parameter)
+                parameter += 0.05 * torch.randn_like(parameter)
     model.save_pretrained(copy)
+    gate = {"prompts": None, "max_perplexity_increase": "1.5%"}
     found = {}
     for name, options in {"few": {"max_documents": 3}, "eight": {"max_documents": 8}}.items():
-        text = write_texts(tmp_path / f"{name}.jsonl", 8, 5000)
-        verdict, _ = report.run(str(copy), make_config(text=(text,), prompts=None, **options))
+        text = make_texts(tmp_path / f"{name}.jsonl", 8, 5000)
+        verdict, _ = report.run(str(copy), make_config(text=(text,), **gate, **options))
         found[name] = verdict["perplexity"]["sets"][0]
-        print(found)
         assert (verdict["status"], verdict["passed"], found[name]["status"]) == ("undecided", False, "undecided")
     assert artifact.read(copy).regress["status"] == "undecided"  # type: ignore[union-attr, index]
     needed = found["eight"]["needed"]
     assert found["few"]["needed"] >= 8 and 8 < needed < 2000
-    text = write_texts(tmp_path / "enough.jsonl", needed, 10_000)
-    verdict, _ = report.run(str(copy), make_config(text=(text,), prompts=None, max_documents=needed))
-    print(verdict["perplexity"])
+    text = make_texts(tmp_path / "enough.jsonl", needed, 10_000)
+    verdict, _ = report.run(str(copy), make_config(text=(text,), **gate, max_documents=needed))
     assert verdict["perplexity"]["sets"][0]["status"] in ("passed", "failed")
 
 
 def test_every_text_set_is_gated_and_all_together(
-    damaged: Path, learnt: Path, heldout: Path, make_config: Callable, tmp_path: Path
+    damaged: Path, heldout: Path, make_config: Callable, jsonl: Callable, tmp_path: Path
 ) -> None:
     import torch
 
-    strange = write_jsonl(tmp_path / "strange.jsonl", [{"text": chr(33 + n) * 40} for n in range(12)])
+    strange = jsonl(tmp_path / "strange.jsonl", [{"text": chr(33 + n) * 40} for n in range(12)])
     config = make_config(text=(heldout, strange), prompts=None)
     sets = report.run(str(damaged), config)[0]["perplexity"]["sets"]
     assert [each["name"] for each in sets] == ["heldout.jsonl", "strange.jsonl", "all together"]
