@@ -285,6 +285,12 @@ class RegressConfig(PromptConfig):
     max_perplexity_increase: str = "2%"
     """Largest allowed rise of perplexity over the base, such as 2% or 0.02. Decided on the ratio's 95 % interval, for
     each text set and for all together: above the limit failed, below passed, across it undecided."""
+    tasks: tuple[str, ...] = ()
+    """Downstream tasks (names of lm-eval, local .jsonl files), with commas. May be repeated. Needs the extra eval."""
+    max_task_drop: str = "1%"
+    """Largest allowed fall of a task's score, such as 1% or 0.01 for one point of accuracy; decided on its interval."""
+    task_limit: int | None = None
+    """Documents per task at most, the first ones."""
     prompts: Path | None = None
     """JSONL of held-out prompts for losslessness."""
     num_prompts: int = 12
@@ -297,6 +303,13 @@ class RegressConfig(PromptConfig):
     """Draft lengths tested. Default: 1 and those of selfspec.json, k and k_max, else 1, 3 and 7."""
     numerics: Numerics = "exact"
     """Numerics to test losslessness in."""
+    sampling_texts: int = 1
+    """Texts sampled per prompt, drafter and draft length for the test of their distribution; 0: sampling is not tested.
+    Besides, one is sampled with noise shared with plain decoding, which it must equal."""
+    sampling_temperature: float = 1.0
+    """Temperature of the sampled texts."""
+    sampling_top_p: float = 1.0
+    """top-p of the sampled texts."""
     report: Path | None = None
     """Write regress.json and regress.md, to be pasted into a pull request, into this directory."""
     json: bool = False

@@ -36,6 +36,9 @@ def regress(
     by itself (no BOS token is added that it would not add) and cut into windows of --window-length tokens that do not
     overlap, at most --max-windows of them from its start; the first token of a window is not scored.
 
+    --tasks compares scores of downstream tasks with the base's, document by document. Sampling with the drafter is
+    tested on the prompts too: with shared noise against plain decoding, and by the distribution of the tokens.
+
     The verdict is kept in MODEL/selfspec.json. Exit code 0: passed, 1: failed or undecided, 2: bad input.
 
     \b
@@ -43,6 +46,7 @@ def regress(
       selfspec regress trained/ --base SmolLM2-135M/ --text demo/heldout.jsonl --prompts demo/prompts.jsonl --raw
       selfspec regress trained/ --text wiki.txt --text code.jsonl --prompts chats.jsonl --max-perplexity-increase 1%
       selfspec regress trained/ --config recipes/regress.yaml --text heldout.jsonl --report report/
+      selfspec regress trained/ --base SmolLM2-135M/ --tasks arc_easy,questions.jsonl --task-limit 500
       selfspec regress Qwen/Qwen3-0.6B --prompts chats.jsonl --exit-layers 6,14 --num-draft-tokens 2,5 --json
     """
     config = configs.build(configs.RegressConfig, configs.read_recipe(recipe) if recipe else {}, flags)

@@ -16,7 +16,8 @@ from selfspec_tune.files import read_json
 from selfspec_tune.model.families import describe
 from selfspec_tune.model.load import checkpoint_dir, load_config, load_tokenizer
 from selfspec_tune.regress import documents, quality
-from selfspec_tune.regress.documents import TextSet
+from selfspec_tune.regress.documents import Document, TextSet
+from selfspec_tune.regress.tasks import check_tasks
 
 FACTS = "training.json"
 """What `selfspec train` leaves beside a checkpoint; its `base` is the checkpoint trained from."""
@@ -29,7 +30,9 @@ class Inputs:
     Attributes:
         base: the checkpoint to compare with, None where perplexity is not tested.
         texts, settings: text sets, and in words how they become scored tokens.
+        tasks: downstream tasks to score.
         requests: prompts to decode.
+        max_increase, max_drop: allowed for perplexity, as a share, and for a task's score.
         artifact: the usable selfspec.json, None where there is none.
         notices: for the user, on what is not tested.
     """
@@ -37,10 +40,18 @@ class Inputs:
     base: str | None
     artifact: Artifact | None
     notices: list[str]
+    tokenizer: Any = None
     texts: list[TextSet] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
+    tasks: list[str] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     max_increase: float = 0.0
+    max_drop: float = 0.0
+
+    @property
+    def documents(self) -> list[Document]:
+        """The documents of all text sets, in order."""
+        return [document for text in self.texts for document in text.documents]
 
 
 def read_inputs(model: str, config: RegressConfig) -> Inputs:
@@ -50,24 +61,31 @@ def read_inputs(model: str, config: RegressConfig) -> Inputs:
         UserError: a bad number or file, another vocabulary in the base, or nothing left to test.
     """
     max_increase = quality.parse_share("max_perplexity_increase", config.max_perplexity_increase)
+    max_drop = quality.parse_share("max_task_drop", config.max_task_drop)
     _check_numbers(config)
-    if config.base is not None and not config.text:
+    names = [name.strip() for given in config.tasks for name in given.split(",")]
+    if config.base is not None and not config.text and not names:
         raise UserError("a base is compared on held-out text, and none was given", command="--text HELDOUT.txt")
-    base = find_base(model, config) if config.text else None
+    base = find_base(model, config) if config.text or names else None
     if base is None and config.prompts is None:
         raise UserError(
             "there is nothing to test",
             allowed="--prompts for losslessness; --base and --text for perplexity",
             command=f"selfspec regress {model} --prompts PROMPTS.jsonl --base BASE --text HELDOUT.txt",
         )
-    inputs = Inputs(base, *_known_artifact(model), max_increase=max_increase)
     tokenizer = load_tokenizer(model)
+    inputs = Inputs(base, *_known_artifact(model), tokenizer, max_increase=max_increase, max_drop=max_drop)
     if base is not None:
-        _read_texts(model, base, tokenizer, config, inputs)
-    elif config.text:
-        inputs.notices.append("no base is known (--base): weights were not compared, perplexity was not tested")
-    else:
-        inputs.notices.append("no held-out text (--text): weights were not compared, perplexity was not tested")
+        _check_same(model, base, tokenizer)
+        inputs.tasks = names
+        if config.text:
+            _read_texts(model, tokenizer, config, inputs)
+    if not inputs.texts:
+        missing = "no held-out text (--text)" if base or not (config.text or names) else "no base is known (--base)"
+        untested = "perplexity was not tested" + ("" if names and base else ", the weights were not compared")
+        inputs.notices.append(f"{missing}: {untested}")
+    if inputs.tasks:
+        check_tasks(inputs.tasks)
     if config.prompts is None:
         inputs.notices.append("no prompts (--prompts): losslessness was not tested")
     else:
@@ -107,20 +125,33 @@ def same_weights(model: str, base: str) -> bool:
 
 
 def _check_numbers(config: RegressConfig) -> None:
-    least = {"num_prompts": 1, "max_new_tokens": 1, "max_documents": 1, "max_windows": 1, "window_length": 2}
+    least = {
+        "sampling_texts": 0,
+        "num_prompts": 1,
+        "max_new_tokens": 1,
+        "max_documents": 1,
+        "max_windows": 1,
+        "window_length": 2,
+    }
     for name, minimum in least.items():
         if getattr(config, name) < minimum:
             raise UserError(f"{flag(name)} is too small", got=getattr(config, name), allowed=f"{minimum} or more")
+    if config.task_limit is not None and config.task_limit < 1:
+        raise UserError("--task-limit is too small", got=config.task_limit, allowed="1 or more")
+    if config.sampling_texts and config.sampling_temperature <= 0:
+        raise UserError("--sampling-temperature is too small", got=config.sampling_temperature, allowed="above 0")
     if config.report is not None and config.report.exists() and not config.report.is_dir():
         raise UserError("--report is not a directory", got=config.report, allowed="a directory, made if need be")
 
 
-def _read_texts(model: str, base: str, tokenizer: Any, config: RegressConfig, inputs: Inputs) -> None:
+def _check_same(model: str, base: str, tokenizer: Any) -> None:
     quality.check_same_vocabulary(tokenizer, load_tokenizer(base))
-    ours = load_config(model)
     if not is_adapter(model) and not is_adapter(base):
-        quality.check_same_size(ours, load_config(base))
-    longest = describe(ours).max_context
+        quality.check_same_size(load_config(model), load_config(base))
+
+
+def _read_texts(model: str, tokenizer: Any, config: RegressConfig, inputs: Inputs) -> None:
+    longest = describe(load_config(model)).max_context
     if config.window_length > longest:
         got, allowed = config.window_length, f"at most {longest}"
         raise UserError("window_length is longer than the model's context", got=got, allowed=allowed)

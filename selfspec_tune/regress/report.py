@@ -17,27 +17,26 @@ import torch
 from selfspec_tune import __version__, artifact
 from selfspec_tune.artifact import VERDICT_PARTS, Artifact, judged, worst
 from selfspec_tune.config import RegressConfig
-from selfspec_tune.decode.drafters.make import DraftSettings, make_drafter
-from selfspec_tune.decode.engine import Engine
 from selfspec_tune.files import atomic_writer, write_json
-from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.model.families import Family, describe
 from selfspec_tune.model.layer import widens
-from selfspec_tune.model.load import checkpoint_dir, end_tokens, load_model
+from selfspec_tune.model.load import checkpoint_dir, load_model
 from selfspec_tune.progress import Progress, silent
-from selfspec_tune.regress import lossless, quality, score, table
+from selfspec_tune.regress import quality, score, table
+from selfspec_tune.regress.decoding import Decoded, check_decoding
 from selfspec_tune.regress.inputs import Inputs, read_inputs, same_weights
-from selfspec_tune.regress.lossless import Lossless
 from selfspec_tune.regress.quality import ALL, Quality
 from selfspec_tune.regress.score import Scores, Trained
+from selfspec_tune.regress.tasks import Tasks, TaskScores, compare_tasks, score_tasks
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What the trained model's turn gave: its scores, the comparison, and what the base must match."""
+    """What the trained model's turn gave: its scores, how it decodes, and what the base must match."""
 
     trained: Trained | None
-    lossless: Lossless | None
+    tasks: list[TaskScores]
+    decoded: Decoded | None
     family: Family
     config: Any
     versions: dict[str, Any]
@@ -59,14 +58,8 @@ def run(model: str, config: RegressConfig, progress: Progress = silent) -> tuple
     """
     inputs = read_inputs(model, config)
     findings = _try_trained(model, config, inputs, progress)
-    compared = None
-    if inputs.base is not None and findings.trained is not None:
-        base = for_scoring(load_model(inputs.base, dtype=findings.versions["dtype"], device=config.device))
-        quality.check_same_size(findings.config, base.config)
-        every = [document for text in inputs.texts for document in text.documents]
-        scores = score.score_base(base, every, findings.trained, progress)
-        compared = compare_sets(inputs, scores, same=same_weights(model, inputs.base))
-    verdict = build_verdict(compared, findings.lossless, inputs.settings, findings.versions)
+    compared, tasks = _try_base(model, config, inputs, findings, progress) if inputs.base else (None, None)
+    verdict = build_verdict(compared, tasks, findings.decoded, inputs.settings, findings.versions)
     if inputs.artifact is not None and inputs.artifact.regress is not None:
         verdict = merged(verdict, inputs.artifact.regress)
     inputs.notices += store(model, verdict, findings.family, inputs.artifact)
@@ -90,7 +83,11 @@ def compare_sets(inputs: Inputs, scores: Scores, *, same: bool) -> list[Quality]
 
 
 def build_verdict(
-    compared: list[Quality] | None, tested: Lossless | None, settings: dict[str, str], versions: dict[str, Any]
+    compared: list[Quality] | None,
+    tasks: Tasks | None,
+    decoded: Decoded | None,
+    settings: dict[str, str],
+    versions: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the verdict as one JSON object; what was not tested is null and cannot fail."""
     perplexity = None
@@ -102,7 +99,9 @@ def build_verdict(
     found = {
         "perplexity_ratio": perplexity["ratio"] if perplexity else None,
         "perplexity": perplexity,
-        "lossless": tested.to_dict() if tested else None,
+        "tasks": tasks.to_dict() if tasks else None,
+        "lossless": decoded.lossless.to_dict() if decoded else None,
+        "sampling": decoded.sampling.to_dict() if decoded and decoded.sampling else None,
         "versions": versions,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -168,43 +167,41 @@ def _status(part: dict[str, Any], earlier: dict[str, Any]) -> str:
 def _try_trained(model: str, config: RegressConfig, inputs: Inputs, progress: Progress) -> Findings:
     """Load the trained model and do all that needs it; it is released when this returns."""
     loaded = load_model(model, dtype=config.dtype, device=config.device)
-    trained = None
+    trained, tasks = None, []
     if inputs.base is not None:
         # Decoding below needs the weights as they are, so scoring in fp32 takes a copy of its own.
         again = widens(loaded) and load_model(model, dtype=config.dtype, device=config.device)
         scored = for_scoring(again) if again else loaded
-        every = [document for text in inputs.texts for document in text.documents]
-        trained = score.score_trained(scored, every, progress)
+        if inputs.texts:
+            trained = score.score_trained(scored, inputs.documents, progress)
+        tasks = _score_tasks(scored, config, inputs, progress)
         del scored, again
     versions = _versions(loaded)
-    tested = _try_lossless(model, loaded, config, inputs, progress) if inputs.requests else None
-    return Findings(trained, tested, describe(loaded.config), loaded.config, versions)
+    decoded = check_decoding(model, loaded, config, inputs, progress) if inputs.requests else None
+    return Findings(trained, tasks, decoded, describe(loaded.config), loaded.config, versions)
 
 
-def _try_lossless(model: str, loaded: Any, config: RegressConfig, inputs: Inputs, progress: Progress) -> Lossless:
-    decoder = LayeredDecoder(loaded)
-    swept = inputs.artifact
-    lengths = list(dict.fromkeys(config.num_draft_tokens)) or list(lossless.DEFAULT_NUM_DRAFT_TOKENS)
-    if not config.num_draft_tokens and swept and swept.enabled and swept.num_draft_tokens:
-        # The policy drafts up to k_max tokens.
-        lengths = sorted({1, swept.num_draft_tokens, swept.k_max})
-    settings = _tested(config, swept, decoder.num_layers)
-    drafters = {each.label: make_drafter(each, decoder, model) for each in settings}
-    engine = Engine(
-        decoder,
-        end_tokens=end_tokens(loaded),
-        numerics=config.numerics,
-        keep_logits=True,
-    )
-    return lossless.check_lossless(engine, inputs.requests, drafters, lengths, progress=progress)
+def _try_base(
+    model: str, config: RegressConfig, inputs: Inputs, findings: Findings, progress: Progress
+) -> tuple[list[Quality] | None, Tasks | None]:
+    """Load the base, which the trained model has made room for, and compare."""
+    assert inputs.base is not None
+    base = for_scoring(load_model(inputs.base, dtype=findings.versions["dtype"], device=config.device))
+    quality.check_same_size(findings.config, base.config)
+    compared, tasks = None, None
+    if findings.trained is not None:
+        scores = score.score_base(base, inputs.documents, findings.trained, progress)
+        compared = compare_sets(inputs, scores, same=same_weights(model, inputs.base))
+    if findings.tasks:
+        theirs = _score_tasks(base, config, inputs, progress)
+        tasks = compare_tasks(findings.tasks, theirs, max_drop=inputs.max_drop)
+    return compared, tasks
 
 
-def _tested(config: RegressConfig, swept: Artifact | None, num_layers: int) -> list[DraftSettings]:
-    """Return layer skip at the exits asked for, else what `selfspec.json` has chosen, else exits over the depth."""
-    if not config.exit_layers and swept is not None and swept.enabled:
-        return [DraftSettings.of(swept)]
-    exits = list(dict.fromkeys(config.exit_layers)) or lossless.default_exit_layers(num_layers)
-    return [DraftSettings("layer-skip", exit_layer) for exit_layer in exits]
+def _score_tasks(loaded: Any, config: RegressConfig, inputs: Inputs, progress: Progress) -> list[TaskScores]:
+    if not inputs.tasks:
+        return []
+    return score_tasks(loaded, inputs.tokenizer, inputs.tasks, limit=config.task_limit, progress=progress)
 
 
 def _versions(loaded: Any) -> dict[str, Any]:

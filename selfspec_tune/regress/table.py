@@ -5,6 +5,7 @@ Works on the verdict's JSON, so that a part taken over from an earlier run is sh
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from selfspec_tune.regress.quality import advice
@@ -27,16 +28,29 @@ def rows(verdict: dict[str, Any]) -> list[Row]:
     found = []
     if verdict.get("perplexity") is not None:
         found += _perplexity_rows(verdict["perplexity"])
+    if verdict.get("tasks") is not None:
+        found += _task_rows(verdict["tasks"])
     if verdict.get("lossless") is not None:
         found += _lossless_rows(verdict["lossless"])
+    if verdict.get("sampling") is not None:
+        found += _sampling_rows(verdict["sampling"])
     return found
 
 
 def headline(model: str, verdict: dict[str, Any]) -> str:
     """Return the verdict in one line, with what would decide it where it is undecided."""
-    open_sets = [each for each in (verdict.get("perplexity") or {}).get("sets", []) if each["status"] == "undecided"]
-    hints = "; ".join(f"{each['name']}: {advice(each)}" for each in open_sets)
-    return f"{model}: {SHOWN[verdict['status']]}" + (f" ({hints})" if hints else "")
+    hints = [
+        f"{each['name']}: {advice(each)}"
+        for each in (verdict.get("perplexity") or {}).get("sets", [])
+        if each["status"] == "undecided"
+    ]
+    for task in (verdict.get("tasks") or {}).get("tasks", []):
+        if task["status"] == "undecided":
+            needed = f"use >= {task['needed']:,} documents" if task["needed"] else "use more documents"
+            hints.append(f"{_task_name(task)}: {needed}")
+    if (verdict.get("sampling") or {}).get("status") == "undecided":
+        hints.append("sampling: too few tokens, use more --sampling-texts")
+    return f"{model}: {SHOWN[verdict['status']]}" + (f" ({'; '.join(hints)})" if hints else "")
 
 
 def first_difference(verdict: dict[str, Any]) -> str | None:
@@ -127,6 +141,64 @@ def _lossless_rows(found: dict[str, Any]) -> list[Row]:
         Row(part, f"logits, {found['dtype']}", bits),
         Row(part, "texts that part, at a tie", parted, "ties only", status),
     ]
+
+
+def _task_rows(tasks: dict[str, Any]) -> list[Row]:
+    found = []
+    for task in tasks["tasks"]:
+        part = f"task {_task_name(task)}: {task['documents']:,} documents"
+        interval = _interval(task["interval"]) if task["interval"] else "none"
+        found += [
+            Row(part, f"{task['metric']}, base → model", f"{number(task['base'])} → {number(task['trained'])}"),
+            Row(part, "change", number(task["difference"])),
+            Row(part, "change, 95 % interval", interval, f"at least {number(task['allowed'])}", SHOWN[task["status"]]),
+        ]
+    return found
+
+
+def _sampling_rows(found: dict[str, Any]) -> list[Row]:
+    noise, tests = found["shared_noise"], found["ratio_test"]
+    part = (
+        f"sampling: {found['prompts']} prompts, temperature {found['temperature']:g}, top-p {found['top_p']:g}, "
+        f"{found['texts_per_prompt']} texts each, {', '.join(found['drafters'])}"
+    )
+    fast = found["numerics"] == "fast"
+    excused = sum(cell["rounding"] for cell in noise) if fast else 0
+    parted = sum(cell["differing_texts"] for cell in noise) > excused
+    differing, tokens = (sum(cell[name] for cell in noise) for name in ("differing_tokens", "tokens"))
+    known = [test["p_value"] for test in tests if test["p_value"] is not None]
+    least = found["threshold"]
+    uneven = bool(known) and min(known) < least
+    enough = all(test["p_value"] is not None for test in tests if test["order"] == "probability")
+    uniform = SHOWN["failed" if uneven else "passed" if enough else "undecided"]
+    return [
+        Row(part, "draft tokens accepted", f"{found['accepted']:,} of {found['drafted']:,}"),
+        Row(
+            part,
+            "shared noise: differing",
+            f"{differing:,} of {tokens:,}",
+            "by rounding only" if fast else "0",
+            SHOWN["failed" if parted else "passed"],
+        ),
+        Row(
+            part,
+            "impossible tokens",
+            f"{found['impossible_tokens']:,}",
+            "0",
+            SHOWN["failed" if found["impossible_tokens"] else "passed"],
+        ),
+        Row(
+            part,
+            f"least p-value of {len(tests)} tests",
+            number(min(known)) if known else "too few tokens",
+            f"at least {least:.2g}",
+            uniform,
+        ),
+    ]
+
+
+def _task_name(task: dict[str, Any]) -> str:
+    return Path(task["name"]).name
 
 
 def _interval(bounds: list[float | None]) -> str:

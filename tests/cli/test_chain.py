@@ -57,10 +57,12 @@ def test_train_sweep_regress_decode(installed_selfspec, checkpoint, corpus, tmp_
     verdict = json.loads(
         selfspec(
             "regress", trained, "--text", heldout, "--prompts", prompts, "--raw", "--num-prompts", 2,
-            "--max-new-tokens", 16, "--exit-layers", "2,5", "--num-draft-tokens", "3", "--json",
+            "--max-new-tokens", 16, "--exit-layers", "2,5", "--num-draft-tokens", "3", "--sampling-texts", 16,
+            "--json",
         ).stdout
     )  # fmt: skip
     assert verdict["status"] == "passed" and verdict["lossless"]["differing_tokens"] == 0
+    assert verdict["sampling"]["passed"]
     assert verdict["perplexity"]["ratio"] < 1
     assert json.loads((trained / "selfspec.json").read_text())["regress"]["passed"]
 

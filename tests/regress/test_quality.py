@@ -95,7 +95,7 @@ def test_the_interval_covers_as_often_as_it_says(number: int) -> None:
 
 
 def test_the_advised_number_of_documents_usually_decides() -> None:
-    """Advice aims at four in five, from a noisy estimate itself; of 40 samples more than half are decided."""
+    """Advice aims at 95 %, from an estimate that is itself noisy; of about 35 samples more than seven in ten decide."""
     decided, advised = 0, []
     for seed in range(40):
         first = compare(*differing(seed, 12, 0.005, 0.05), 0.02)
@@ -106,7 +106,7 @@ def test_the_advised_number_of_documents_usually_decides() -> None:
             again = compare(*differing(1000 + seed, first.needed, 0.005, 0.05), 0.02)
             advised.append(first.needed)
             decided += again.status == "passed"
-    assert len(advised) > 20 and decided / len(advised) > 0.5
+    assert len(advised) > 20 and decided / len(advised) > 0.7
 
 
 def test_few_documents_decide_nothing_and_the_advice_is_capped() -> None:
@@ -114,9 +114,9 @@ def test_few_documents_decide_nothing_and_the_advice_is_capped() -> None:
     assert quality.decide(0.5, (0.4, 0.6), 0.02, 8) == ("failed", None)
     assert quality.decide(0.0, (-0.01, 0.01), 0.02, 8) == ("passed", None)
     assert quality.decide(0.0, (0.0, 0.0), 0.02, 1) == ("passed", None)
-    # Half width 0.03 for a distance of 0.02: (1.43 · 1.5)² = 4.6 times as many.
-    assert quality.decide(0.0, (-0.03, 0.03), 0.02, 10) == ("undecided", 46)
-    assert quality.decide(0.04, (0.01, 0.2), 0.02, 10) == ("undecided", 46), "the side that must clear the limit counts"
+    # Half width 0.03 for a distance of 0.02: (1.84 · 1.5)² = 7.6 times as many.
+    assert quality.decide(0.0, (-0.03, 0.03), 0.02, 10) == ("undecided", 77)
+    assert quality.decide(0.04, (0.01, 0.2), 0.02, 10) == ("undecided", 77), "the side that must clear the limit counts"
     assert quality.decide(0.02, (0.0, 0.04), 0.02, 10) == ("undecided", None)
     assert quality.decide(0.0199, (0.0, 0.04), 0.02, 10) == ("undecided", None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from selfspec_tune.config import RegressConfig
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.families import describe
 from selfspec_tune.model.load import load_config, load_model
-from selfspec_tune.regress import report
+from selfspec_tune.regress import report, table
 from selfspec_tune.regress.documents import Document, TextSet
 from selfspec_tune.regress.inputs import Inputs
 from selfspec_tune.regress.score import Scores
@@ -40,6 +41,7 @@ def make_config(learnt: Path, heldout: Path, prompts: Path) -> Callable[..., Reg
             "exit_layers": (2,),
             "num_draft_tokens": (2,),
             "raw": True,
+            "sampling_texts": 0,
         }
         return RegressConfig(**{**defaults, **options})
 
@@ -56,7 +58,7 @@ def made_artifact(checkpoint: Path, **changes: Any) -> Artifact:
 def test_identical_weights_pass_with_a_ratio_of_exactly_one(copy: Path, make_config: Callable) -> None:
     verdict, notices = report.run(str(copy), make_config())
     assert notices == []
-    assert list(verdict)[:5] == ["status", "passed", "perplexity_ratio", "perplexity", "lossless"]
+    assert list(verdict)[:5] == ["status", "passed", "perplexity_ratio", "perplexity", "tasks"]
     assert (verdict["status"], verdict["passed"]) == ("passed", True)
     perplexity, lossless = verdict["perplexity"], verdict["lossless"]
     [whole] = perplexity["sets"]
@@ -154,6 +156,11 @@ def test_what_is_not_tested_is_said(copy: Path, make_config: Callable, without: 
         ({"max_documents": 0}, "max-documents"),
         ({"max_windows": 0}, "max-windows"),
         ({"report": Path(__file__)}, "not a directory"),
+        ({"sampling_texts": -1}, "sampling-texts"),
+        ({"sampling_texts": 1, "sampling_temperature": 0.0}, "sampling-temperature"),
+        ({"task_limit": 0}, "task-limit"),
+        ({"max_task_drop": "much"}, "max_task_drop"),
+        ({"tasks": ("missing.jsonl",)}, "missing.jsonl does not exist"),
         ({"max_perplexity_increase": "much"}, "max_perplexity_increase"),
         ({"base": "does/not/exist"}, "found at"),
         ({"exit_layers": (6,), "text": (), "base": None}, "exit_layer"),
@@ -195,7 +202,7 @@ def test_both_are_scored_in_the_models_dtype(copy: Path, make_config: Callable) 
 
 
 def test_a_hub_name_and_a_folder_that_cannot_be_written_give_a_notice(copy: Path) -> None:
-    family, verdict = describe(load_config(str(copy))), report.build_verdict(None, None, {}, {})
+    family, verdict = describe(load_config(str(copy))), report.build_verdict(None, None, None, {}, {})
     assert "not stored" in report.store("someone/some-model", verdict, family, None)[0]
     (copy / artifact.FILE_NAME).mkdir()
     assert "could not be stored" in report.store(str(copy), verdict, family, None)[0]
@@ -216,7 +223,7 @@ def test_a_run_that_tests_only_half_does_not_hide_that_the_other_half_failed() -
 def test_a_tiny_text_is_undecided_and_the_advised_number_of_documents_decides(
     copy: Path, make_config: Callable, make_texts: Callable, tmp_path: Path
 ) -> None:
-    """The advice aims at deciding four times in five; texts and noise are fixed, so this cannot fail by chance."""
+    """The advice usually decides (see test_quality); texts and noise are fixed, so this cannot fail by chance."""
     import torch
 
     model = load_model(str(copy))
@@ -258,6 +265,58 @@ def test_every_text_set_is_gated_and_all_together(
     texts = [TextSet(name, [Document([])] * 12, 12) for name in "ab"]
     worse = torch.tensor([1.0] * 12 + [-1.0] * 12, dtype=torch.float64)
     scores = Scores(worse, *(torch.full((24,), value, dtype=torch.float64) for value in (0, 0.1, 5, 10)))
-    compared = report.compare_sets(Inputs("base", None, [], texts, max_increase=0.02), scores, same=False)
+    compared = report.compare_sets(Inputs("base", None, [], None, texts, max_increase=0.02), scores, same=False)
     assert [each.status for each in compared] == ["failed", "passed", "undecided"]
-    assert report.build_verdict(compared, None, {}, {})["status"] == "failed"
+    assert report.build_verdict(compared, None, None, {}, {})["status"] == "failed"
+
+
+def test_tasks_are_compared_with_the_base_and_count(
+    copy: Path, checkpoint: Path, make_config: Callable, jsonl: Callable, tmp_path: Path
+) -> None:
+    # Choices of equal letters, one a word of the language: the model that has learnt it knows, a random one guesses.
+    words = ["cat", "dog", "bird", "house", "tree", "small", "the", "red"]
+    records = [
+        {"question": f"the {one} sees a", "choices": [other, other[::-1]], "answer": 0}
+        for one in words
+        for other in words
+    ]
+    path = jsonl(tmp_path / "words.jsonl", records)
+    config = make_config(text=(), prompts=None, tasks=(str(path),), task_limit=40)
+    verdict, notices = report.run(str(copy), config)
+    assert notices[0].endswith("(--text): perplexity was not tested")
+    [task] = verdict["tasks"]["tasks"]
+    assert (task["documents"], task["difference"], task["status"]) == (40, 0.0, "passed") and task["base"] > 0.6
+    assert (verdict["status"], verdict["perplexity"]) == ("passed", None)
+    untrained = shutil.copytree(checkpoint, tmp_path / "untrained")
+    verdict, _ = report.run(str(untrained), config)
+    assert verdict["status"] == verdict["tasks"]["status"] == "failed"
+    [change] = [row for row in table.rows(verdict) if row.test == "change, 95 % interval"]
+    assert change.part == "task words.jsonl: 40 documents"
+    assert (change.allowed, change.status) == ("at least -0.0100", "FAILED")
+
+
+def test_sampling_is_tested_on_the_prompts_by_default_and_counts(copy: Path, make_config: Callable) -> None:
+    few = make_config(base=None, text=(), sampling_texts=1)
+    verdict, _ = report.run(str(copy), few)
+    assert (verdict["lossless"]["status"], verdict["sampling"]["status"]) == ("passed", "undecided")
+    assert verdict["status"] == "undecided" and "use more --sampling-texts" in table.headline("m", verdict)
+    verdict, _ = report.run(str(copy), make_config(base=None, text=(), sampling_texts=90, sampling_top_p=0.95))
+    found = verdict["sampling"]
+    assert (verdict["status"], found["status"], found["top_p"], found["temperature"]) == ("passed", "passed", 0.95, 1.0)
+    assert RegressConfig().sampling_texts == 1
+    shown = {row.test: (row.found, row.status) for row in table.rows(verdict) if row.part.startswith("sampling: 1 ")}
+    assert shown["shared noise: differing"] == ("0 of 6", "passed")
+    assert shown["impossible tokens"] == ("0", "passed") and shown["least p-value of 2 tests"][1] == "passed"
+
+
+def test_a_sampler_that_is_not_lossless_fails_the_gate(
+    copy: Path, make_config: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from selfspec_tune.decode import engine
+
+    real = engine.accept_ratio
+    # Accepts every draft token, whatever the target says of it.
+    monkeypatch.setattr(engine, "accept_ratio", lambda d, q, p, u, last: real(d, q, p, u * 0, last))
+    verdict, _ = report.run(str(copy), make_config(base=None, text=(), sampling_texts=90))
+    assert (verdict["lossless"]["status"], verdict["sampling"]["status"]) == ("passed", "failed")
+    assert verdict["status"] == "failed"
