@@ -10,6 +10,12 @@ tokens of all texts are counted in 20 bins and tested by chi-square. An order se
 two: by p, and by q/p at the positions that had a draft with distribution q. The first sees a draft drawn at another
 temperature and a bonus token of another position, the second a draft accepted too often. A token of which p is 1 says
 nothing and is left out, one of which p is 0 cannot occur, so a single one fails.
+
+Power, measured on a tiny model of 64 tokens whose layer-skip draft (k of 1 and 3) has half of its tokens accepted, in
+runs with 4 seeds: 768 tokens show a draft that is always accepted and a bonus token of another position every time, a
+rejection drawn from p and a draft at 0.6 of the temperature in 3 runs of 4, q taken before truncation in none; 1,536
+show all of these every time. A residual that is not clipped needs 3,072 (1,536: 2 of 4). A draft that is accepted more
+often needs more.
 """
 
 from __future__ import annotations

@@ -194,6 +194,11 @@ def test_too_few_documents_are_undecided() -> None:
     times = found.needed // 50 + 1
     assert compare(trained * times, base * times).status == "failed"
     assert compare(trained * (times - 2), base * (times - 2)).status == "undecided"
+    # A difference within the limit does not pass by itself either: one document of 50 is no proof.
+    within = compare([0.0] + [1.0] * 49, base, max_drop=0.03)
+    assert within.status == "undecided" and within.needed is not None
+    times = within.needed // 50 + 1
+    assert compare(([0.0] + [1.0] * 49) * times, base * times, max_drop=0.03).status == "passed"
     # Nothing can be said from one document, nor where the difference is the limit itself.
     assert (compare([0.0], [1.0]).status, compare([0.0], [1.0]).needed) == ("undecided", None)
     assert compare([0.0] + [1.0] * 3, [1.0] * 4, max_drop=0.25).needed is None
