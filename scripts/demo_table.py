@@ -48,8 +48,9 @@ def _perplexity_row(results: Json) -> list[str]:
     if base is None and trained is None:
         base, trained = _get(results, "train", "perplexity_before"), _get(results, "train", "perplexity_after")
     ratio = _ratio(trained, base)
-    passed = _get(results, "regress", "passed")
-    verdict = {True: "regress passed", False: "regress FAILED"}.get(passed, "regress: no verdict")
+    status = _get(results, "regress", "status")
+    said = {"passed": "regress passed", "failed": "regress FAILED", "undecided": "regress undecided"}
+    verdict = said.get(str(status), "regress: no verdict")
     change = f"{100 * (ratio - 1):+.1f} %, " if ratio is not None else ""
     return ["perplexity, held-out text", number(base), number(trained), change + verdict]
 
@@ -114,8 +115,10 @@ def honest_words(results: Json) -> list[str]:
     words.append(_layer_skip(results))
     if decode.get("equal") is not None and decode["equal"] != decode.get("prompts"):
         words.append("OUTPUTS DIFFER between plain and speculative decoding: see what `selfspec check` says.")
-    if _get(results, "regress", "passed") is False:
+    if _get(results, "regress", "status") == "failed":
         words.append("regress FAILED: its report is kept in results/regress.json.")
+    if _get(results, "regress", "status") == "undecided":
+        words.append("regress is undecided: results/regress.json says how many documents would decide.")
     return [sentence for sentence in words if sentence]
 
 

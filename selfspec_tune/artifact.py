@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -22,6 +22,11 @@ FILE_NAME = "selfspec.json"
 EXIT_HEAD_FILE = "exit_head.safetensors"
 """A drafter's weights beside the checkpoint (see `model/exit_head.py`): no part of it."""
 SCHEMA_VERSION = 1
+
+STATUSES = ("passed", "undecided", "failed")
+"""Of a verdict and its parts, the worst last."""
+VERDICT_PARTS = ("perplexity", "tasks", "lossless", "sampling")
+"""What `regress` may hold: the first two are about the weights, the others about decoding with the drafter."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,20 @@ def read(checkpoint: Path) -> Artifact | None:
 def with_regress(artifact: Artifact, verdict: dict[str, Any]) -> Artifact:
     """Return a copy of `artifact` that carries the verdict of `selfspec regress`."""
     return replace(artifact, regress=verdict)
+
+
+def worst(statuses: Iterable[str]) -> str:
+    """Return failed if any is, else undecided if any is, else passed."""
+    return max(statuses, key=STATUSES.index, default="passed")
+
+
+def judged(verdict: dict[str, Any]) -> dict[str, Any]:
+    """Return a verdict with the `status` and `passed` that follow from its parts; a part not tested is None."""
+    parts = [verdict[name] for name in VERDICT_PARTS if verdict.get(name)]
+    # Versions before `status` had `passed` only.
+    status = worst(part.get("status") or ("passed" if part.get("passed") else "failed") for part in parts)
+    rest = {name: value for name, value in verdict.items() if name not in ("status", "passed")}
+    return {"status": status, "passed": status == "passed", **rest}
 
 
 def _validate(path: Path, artifact: Artifact, again: str) -> None:

@@ -283,15 +283,27 @@ class RegressConfig(PromptConfig):
     base: str | None = None
     """The checkpoint the model was trained from. Default: the one that MODEL/training.json names."""
     text: tuple[Path, ...] = ()
-    """Held-out text (.txt or .jsonl) for perplexity. May be repeated."""
+    """Held-out text (.txt or .jsonl) for perplexity, a text set each. A JSONL record is a document; of a .txt file each
+    window counts as one. May be repeated."""
     text_field: str = "text"
     """Field that holds the text in JSONL."""
     max_documents: int = 64
-    """Windows of text scored at most, per file."""
+    """Documents scored at most per file, spread evenly over it. The more, the more often the gate can decide."""
     window_length: int = 512
-    """Tokens per perplexity window; windows do not overlap."""
+    """Tokens per window and its stride: windows do not overlap, and the first token of each is not scored. No BOS token
+    is added that the tokenizer does not add."""
+    max_windows: int = 1
+    """Windows of one document scored at most, from its start; the rest of a longer document is cut off. More documents
+    narrow the interval more than more windows do."""
     max_perplexity_increase: str = "2%"
-    """Largest allowed rise of perplexity over the base, such as 2% or 0.02."""
+    """Largest allowed rise of perplexity over the base, such as 2% or 0.02. Decided on the ratio's 95 % interval, for
+    each text set and for all together: above the limit failed, below passed, across it undecided."""
+    tasks: tuple[str, ...] = ()
+    """Downstream tasks (names of lm-eval, local .jsonl files), with commas. May be repeated. Needs the extra eval."""
+    max_task_drop: str = "1%"
+    """Largest allowed fall of a task's score, such as 1% or 0.01 for one point of accuracy; decided on its interval."""
+    task_limit: int | None = None
+    """Documents per task at most, the first ones."""
     prompts: Path | None = None
     """JSONL of held-out prompts for losslessness."""
     num_prompts: int = 12
@@ -304,6 +316,15 @@ class RegressConfig(PromptConfig):
     """Draft lengths tested. Default: 1 and those of selfspec.json, k and k_max, else 1, 3 and 7."""
     numerics: Numerics = "exact"
     """Numerics to test losslessness in."""
+    sampling_texts: int = 1
+    """Texts sampled per prompt, drafter and draft length for the test of their distribution; 0: sampling is not tested.
+    Besides, one is sampled with noise shared with plain decoding, which it must equal."""
+    sampling_temperature: float = 1.0
+    """Temperature of the sampled texts."""
+    sampling_top_p: float = 1.0
+    """top-p of the sampled texts."""
+    report: Path | None = None
+    """Write regress.json and regress.md, to be pasted into a pull request, into this directory."""
     json: bool = False
     """Print one JSON object instead of a table."""
 

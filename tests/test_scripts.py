@@ -170,14 +170,16 @@ def test_the_table_says_so_when_nothing_pays_or_outputs_differ(monkeypatch: pyte
     results: dict[str, Any] = {
         "sweep": {"artifact": {"enabled": False, "reason": "alpha is too low"}, "candidates": [best]},
         "decode": {"plain": 20.0, "chosen": 16.0, "equal": 5, "prompts": 6},
-        "regress": {"passed": False},
+        "regress": {"status": "failed", "passed": False},
     }
     said = " ".join(words(results))
     assert "off" in said and "a round costs 2.00 plain steps and emits 1.60" in said
     assert "OUTPUTS DIFFER" in said and "regress FAILED" in said
     results["sweep"]["artifact"] = {"enabled": True}
     results["decode"].update(equal=6)
-    results["regress"] = {"passed": True}
+    results["regress"] = {"status": "undecided", "passed": False}
+    assert "regress is undecided" in " ".join(words(results))
+    results["regress"] = {"status": "passed", "passed": True}
     assert "did not pay" in " ".join(words(results)) and "DIFFER" not in " ".join(words(results))
 
 

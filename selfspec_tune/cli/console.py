@@ -6,10 +6,10 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from selfspec_tune.progress import Progress
 
@@ -152,6 +152,26 @@ def _parts(
 def _total(widths: Sequence[int]) -> int:
     """Return the width of a table with such columns, its padding and lines."""
     return sum(widths) + 3 * len(widths) + 1
+
+
+def sections(title: str, header: Sequence[str], parts: Mapping[str, Sequence[Sequence[str]]]) -> None:
+    """Print one table per part on stdout, its name above it, with columns of equal width where the screen has room."""
+    from rich.table import Table
+
+    console = _console()
+    widths = [
+        max(map(len, column)) for column in zip(header, *(row for rows in parts.values() for row in rows), strict=True)
+    ]
+    fits = sum(widths) + 3 * len(widths) + 1 <= console.width
+    console.print(title, highlight=False, style="bold")
+    for name, rows in parts.items():
+        drawn = Table(title=name, title_justify="left")
+        for index, (heading, width) in enumerate(zip(header, widths, strict=True)):
+            justify: Literal["left", "right"] = "left" if index == 0 else "right"
+            drawn.add_column(heading, justify=justify, min_width=width if fits else None)
+        for row in rows:
+            drawn.add_row(*row)
+        console.print(drawn)
 
 
 def paragraph(text: str) -> None:

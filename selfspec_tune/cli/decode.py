@@ -11,9 +11,9 @@ import typer
 
 from selfspec_tune import artifact as artifacts
 from selfspec_tune import config
-from selfspec_tune.artifact import Artifact
 from selfspec_tune.cli import console
 from selfspec_tune.cli.options import options_from
+from selfspec_tune.cli.verdict import gate_notices
 from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_text
 
@@ -56,8 +56,7 @@ def decode(
         console.notice("--top-k and --top-p have no effect in greedy decoding; to sample, add --temperature")
     directory = checkpoint_dir(model)
     artifact = artifacts.read(directory) if directory else None
-    trained = directory is not None and (directory / "training.json").is_file()
-    for line in _verdict_notices(artifact, model, trained=trained):
+    for line in gate_notices(model, directory, artifact.regress if artifact else None):
         console.notice(line)
     tokenizer = load_tokenizer(model)
     with console.progress_bar() as progress:
@@ -221,15 +220,6 @@ def _check_same(answer: dict[str, Any], record: dict[str, Any], request_id: str,
             got=f"other values in {', '.join(changed)}",
             command="another --output file",
         )
-
-
-def _verdict_notices(artifact: Artifact | None, model: str, *, trained: bool) -> list[str]:
-    verdict = artifact.regress if artifact else None
-    if verdict is not None and not verdict.get("passed"):
-        return [f"warning: {model} FAILED its regression gate; run `selfspec regress {model}` to see how"]
-    if trained and (verdict is None or verdict.get("perplexity") is None):
-        return [f"warning: the weights of {model} were trained and never gated; run `selfspec regress {model}`"]
-    return []
 
 
 def _stats_line(stats: Stats) -> str:

@@ -9,6 +9,7 @@ import typer
 from selfspec_tune import config as configs
 from selfspec_tune.cli import console, sweep_view
 from selfspec_tune.cli.options import options_from
+from selfspec_tune.cli.verdict import gate_notices
 from selfspec_tune.errors import UserError
 
 
@@ -71,6 +72,8 @@ def sweep_exit(
         console.print_json(found)
     else:
         sweep_view.show(found)
+    for line in gate_notices(model, checkpoint_dir(model), result.artifact.regress):
+        console.notice(line)
     if config.report:
         page.write_report(found, config.report)
         console.notice(f"report: {config.report / page.PAGE_NAME}")

@@ -88,7 +88,7 @@ class Lossless:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON object."""
-        return asdict(self)
+        return {"status": "passed" if self.passed else "failed", "passed": self.passed, **asdict(self)}
 
     def count(self, plain: Completion, speculative: Completion, difference: Difference | None) -> None:
         """Add one case."""

@@ -1,66 +1,75 @@
-"""Perplexity of a trained model against its base on held-out text: the same tokens in the same windows, paired.
+"""Did perplexity rise more than allowed? Decided on an interval, so that a small text cannot decide by chance.
 
-A document is tokenised as the tokenizer does by itself (nothing is added, not even a BOS token it would not add) and
-cut into windows of `window_length` tokens that do not overlap; a shorter last window is kept if it has two tokens. The
-first token of a window is read but not scored. Both models run transformers' own forward, so this measure does not
-depend on our decoder. Knows nothing of drafts and of selfspec.json.
+What two models' scores of the same documents say: the ratio of perplexities with its paired bootstrap interval over
+documents (documents, not tokens, are drawn again, as the tokens of one text are not independent), KL(base‖trained) and
+how often both prefer the same token. Knows nothing of models, drafts and selfspec.json.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec_tune.errors import UserError
-from selfspec_tune.files import read_jsonl, read_text
-from selfspec_tune.progress import Progress
+from selfspec_tune.regress.score import Scores
 
-HEAD_CHUNK = 128
-"""Positions whose logits exist at one time: 128 · V fp32 numbers."""
+RESAMPLES, SEED, COVERAGE, Z = 2000, 0, 0.95, 1.959964
+"""Bootstrap of the interval: resamples, seed, the share of them inside, and the normal quantile of that share."""
 
-RESAMPLES, SEED, COVERAGE = 2000, 0, 0.95
-"""Bootstrap of the interval: resamples, seed, and the share of them inside."""
+FEWEST_DOCUMENTS = 8
+"""With fewer, a bootstrap interval is too often too narrow to decide anything."""
+
+MOST_DOCUMENTS = 10_000
+"""The largest number of documents ever advised; beyond it the ratio is said to lie at the limit."""
+
+ALL = "all together"
+"""Name of what all text sets say together."""
+
+POWER_Z = 1.644854
+"""Normal quantile of 0.95: so surely would the advised number decide if ratio and spread were known exactly."""
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Perplexities (e to the nats per token) of base and trained, and trained ÷ base with its bootstrap interval."""
+    """What one text set (or all of them) says.
 
+    Attributes:
+        base, trained: perplexities, e to the nats per token.
+        ratio, interval: trained ÷ base, and its 95 % interval.
+        limit: largest ratio allowed.
+        kl, kl_interval: KL(base‖trained), nats per token.
+        top1_agreement: share of tokens where both models' most probable token is the same.
+        status: passed (the interval's upper bound is within the limit), failed (its lower bound is beyond), undecided.
+        needed: undecided: documents that would probably decide; None where it is more than MOST_DOCUMENTS.
+        documents, available, tokens: used, in the files, and scored.
+    """
+
+    name: str
+    documents: int
+    available: int
+    tokens: int
     base: float
     trained: float
     ratio: float
     interval: tuple[float, float]
     limit: float
-    """Largest ratio that passes."""
-    tokens: int
-    """Tokens scored."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether the measured ratio is within the limit; a ratio that is no number is not."""
-        return self.ratio <= self.limit
+    kl: float
+    kl_interval: tuple[float, float]
+    top1_agreement: float
+    status: str
+    needed: int | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON object; numbers that are not finite become null."""
-        return {
-            "base": _finite(self.base),
-            "trained": _finite(self.trained),
-            "ratio": _finite(self.ratio),
-            "interval": [_finite(bound) for bound in self.interval],
-            "limit": self.limit,
-            "tokens": self.tokens,
-        }
+        return {name: _finite(value) for name, value in vars(self).items()}
 
 
-def parse_increase(text: str) -> float:
-    """Turn "2%" or "0.02" into 0.02.
+def parse_share(name: str, text: str) -> float:
+    """Turn "2%" or "0.02" into 0.02; `name` is the option's.
 
     Raises:
         UserError: not a number, negative, or 1 and above without a percent sign (2 is too likely meant as 2%).
@@ -71,8 +80,104 @@ def parse_increase(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < (math.inf if number.endswith("%") else 1):
-        raise UserError("max_perplexity_increase is not a share", got=text, allowed="such as 2% or 0.02, not negative")
+        raise UserError(f"{name} is not a share", got=text, allowed="such as 2% or 0.02, not negative")
     return value
+
+
+def compare(name: str, scores: Scores, *, max_increase: float, available: int, same_weights: bool = False) -> Quality:
+    """Compare two models' scores of the same documents.
+
+    Args:
+        max_increase: share by which perplexity may rise.
+        available: documents there are, for the advice.
+        same_weights: both checkpoints have one fingerprint. What would be undecided passes then; what is measured to
+            fail still fails, as a fingerprint reads samples of the weights.
+    """
+    tokens, documents = float(scores.counts.sum()), len(scores.counts)
+    difference = scores.trained - scores.base
+    per_token = float(difference.sum()) / tokens
+    bounds, kl_bounds = intervals(torch.stack([difference, scores.kl], 1), scores.counts)
+    status, needed = decide(per_token, bounds, math.log1p(max_increase), documents)
+    if same_weights and status == "undecided":
+        status, needed = "passed", None
+    return Quality(
+        name=name,
+        documents=documents,
+        available=available,
+        tokens=int(tokens),
+        base=_exp(float(scores.base.sum()) / tokens),
+        trained=_exp(float(scores.trained.sum()) / tokens),
+        ratio=_exp(per_token),
+        interval=(_exp(bounds[0]), _exp(bounds[1])),
+        limit=1 + max_increase,
+        kl=float(scores.kl.sum()) / tokens,
+        kl_interval=(max(kl_bounds[0], 0.0), max(kl_bounds[1], 0.0)),
+        top1_agreement=float(scores.agreeing.sum()) / tokens,
+        status=status,
+        needed=needed,
+    )
+
+
+def intervals(sums: Tensor, counts: Tensor) -> list[tuple[float, float]]:
+    """Return a 95 % interval for each column's mean per token, by a bootstrap over documents.
+
+    The percentile interval of few documents is too narrow. It is widened about the mean by √(n / (n − 1)) and by the
+    ratio of Student's quantile to the normal one (after the expanded percentile of Hesterberg 2015, arXiv 1411.5279).
+
+    Args:
+        sums: fp64 [N, M], summed over each document's tokens.
+        counts: fp64 [N] tokens.
+    """
+    number = len(counts)
+    generator = torch.Generator().manual_seed(SEED)
+    drawn = torch.randint(number, (RESAMPLES, number), generator=generator)
+    # In blocks, as [RESAMPLES, N, M] numbers may be too many.
+    blocks = drawn.split(max(1, 1_000_000 // number))
+    means = torch.cat([sums[block].sum(1) / counts[block].sum(1, keepdim=True) for block in blocks])
+    outside = int(RESAMPLES * (1 - COVERAGE) / 2)
+    ordered, centre = means.sort(0).values, sums.sum(0) / counts.sum()
+    low, high = (centre + _widening(number) * (ordered[at] - centre) for at in (outside, -1 - outside))
+    return list(zip(low.tolist(), high.tolist(), strict=True))
+
+
+def decide(
+    value: float, interval: tuple[float, float], limit: float, documents: int, fewest: int = FEWEST_DOCUMENTS
+) -> tuple[str, int | None]:
+    """Return passed, failed or undecided, and where undecided the documents that would probably decide.
+
+    The whole interval must lie on one side of the limit. Its width shrinks as 1/√n, so the advised n is where it would,
+    with some room (POWER_Z) as another sample's mean lies elsewhere.
+
+    Args:
+        value, interval, limit: on one scale (for perplexities nats per token); above the limit is bad.
+        documents: the interval's; fewer than `fewest` decide only where no document shows any difference.
+    """
+    low, high = interval
+    if not math.isfinite(value):
+        return "failed", None
+    if low == high == value == 0 <= limit:
+        return "passed", None
+    if documents >= fewest and high <= limit:
+        return "passed", None
+    if documents >= fewest and low > limit:
+        return "failed", None
+    half, distance = (high - value if value <= limit else value - low), abs(limit - value)
+    if half == 0 or documents < 2:
+        return "undecided", fewest
+    needed = documents * ((1 + POWER_Z / Z) * half / distance) ** 2 if distance else math.inf
+    return "undecided", max(math.ceil(needed), documents + 1, fewest) if needed <= MOST_DOCUMENTS else None
+
+
+def advice(found: dict[str, Any]) -> str:
+    """Return what would decide an undecided result (a `Quality.to_dict`), in a few words."""
+    needed, available = found["needed"], found["available"]
+    if needed is None:
+        return f"the ratio lies at the limit, more than {MOST_DOCUMENTS:,} documents would be needed"
+    if found["name"] == ALL:
+        return f"use >= {needed:,} documents in all"
+    return f"use >= {needed:,} documents: " + (
+        f"--max-documents {needed}" if needed <= available else f"the file has {available:,}"
+    )
 
 
 def check_same_vocabulary(trained: Any, base: Any) -> None:
@@ -89,119 +194,24 @@ def check_same_vocabulary(trained: Any, base: Any) -> None:
 
 
 def check_same_size(trained: Any, base: Any) -> None:
-    """Raise a UserError unless two transformers configs have the same vocabulary size."""
+    """Raise a UserError unless two transformers configs, of one tokenizer, have the same vocabulary size."""
     if trained.vocab_size != base.vocab_size:
         raise UserError(
-            "the vocabulary sizes of model and base differ, so their perplexities cannot be compared",
-            got=f"{trained.vocab_size} in the model, {base.vocab_size} in the base",
-            command="--base with the checkpoint the model was trained from",
+            "the vocabulary of model and base is padded to different sizes, so their distributions cannot be compared",
+            got=f"{trained.vocab_size} in the model, {base.vocab_size} in the base, with the same tokenizer",
+            allowed="one vocab_size in both configs",
+            command=f"model.resize_token_embeddings({base.vocab_size}), or --base with the checkpoint trained from",
         )
 
 
-def read_windows(
-    paths: Iterable[Path], tokenizer: Any, *, text_field: str, window_length: int, max_documents: int
-) -> list[Tensor]:
-    """Read held-out text and return token windows, int64 [2..window_length] each.
-
-    Args:
-        paths: .txt files (one document each) or .jsonl files (one document per record).
-        tokenizer: used as it is, one call per document.
-        text_field: field of the text in JSONL records.
-        window_length: tokens per window, at least 2.
-        max_documents: windows taken at most per file, spread evenly over it.
-
-    Raises:
-        UserError: a file or record without text, another kind of file, or a file without a single window.
-    """
-    windows = []
-    for path in paths:
-        in_file: list[Tensor] = []
-        for document in _documents(path, text_field):
-            ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.long)
-            in_file += [window for window in ids.split(window_length) if len(window) > 1]
-        if not in_file:
-            raise UserError(f"{path} has no text of two tokens", allowed="held-out text, the more the better")
-        windows += spread(in_file, max_documents)
-    return windows
-
-
-def spread(items: Sequence[Any], count: int) -> list[Any]:
-    """Return `count` items at even distances, all of them if there are no more."""
-    if len(items) <= count:
-        return list(items)
-    return [items[(2 * index + 1) * len(items) // (2 * count)] for index in range(count)]
-
-
-@torch.inference_mode()
-def window_nll(model: Any, windows: Sequence[Tensor], progress: Progress, stage: str) -> Tensor:
-    """Return the negative log-likelihood of each window, in nats summed over its tokens but the first: fp64 [N].
-
-    Args:
-        model: a transformers causal language model.
-        windows: int64 token ids, [2..] each.
-        progress, stage: told after every window.
-
-    Raises:
-        UserError: a token the model does not know.
-    """
-    largest = max(int(window.max()) for window in windows)
-    if largest >= model.config.vocab_size:
-        size = model.config.vocab_size
-        raise UserError("the tokenizer has tokens that the model does not know", got=largest, allowed=f"below {size}")
-    device, head, sums = model.device, model.get_output_embeddings(), []
-    for done, window in enumerate(windows, start=1):
-        tokens = window.to(device)
-        hidden = model.base_model(input_ids=tokens[None, :-1], use_cache=False).last_hidden_state[0]
-        pieces = zip(hidden.split(HEAD_CHUNK), tokens[1:].split(HEAD_CHUNK), strict=True)
-        losses = [F.cross_entropy(head(rows).float(), targets, reduction="none") for rows, targets in pieces]
-        sums.append(torch.cat(losses).double().sum().cpu())
-        progress(stage, done, len(windows))
-    return torch.stack(sums)
-
-
-def compare(trained: Tensor, base: Tensor, counts: Tensor, *, max_increase: float) -> Quality:
-    """Compare two models' negative log-likelihoods window by window.
-
-    The ratio is exp(mean difference per token). Its interval is a paired bootstrap over windows: windows, not tokens,
-    are drawn again, as tokens of one text are not independent.
-
-    Args:
-        trained, base: fp64 [N] nats per window.
-        counts: [N] scored tokens per window.
-        max_increase: share by which perplexity may rise.
-    """
-    difference, tokens = trained - base, counts.double()
-    generator = torch.Generator().manual_seed(SEED)
-    drawn = torch.randint(len(counts), (RESAMPLES, len(counts)), generator=generator)
-    means = (difference[drawn].sum(1) / tokens[drawn].sum(1)).sort().values
-    outside = int(RESAMPLES * (1 - COVERAGE) / 2)
-    low, high = float(means[outside]), float(means[-1 - outside])
-    total = float(tokens.sum())
-    return Quality(
-        base=_exp(float(base.sum()) / total),
-        trained=_exp(float(trained.sum()) / total),
-        ratio=_exp(float(difference.sum()) / total),
-        interval=(_exp(low), _exp(high)),
-        limit=1 + max_increase,
-        tokens=int(total),
-    )
-
-
-def _documents(path: Path, text_field: str) -> list[str]:
-    if path.suffix == ".jsonl":
-        documents = []
-        for number, record in enumerate(read_jsonl(path), start=1):
-            text = record.get(text_field)
-            if not isinstance(text, str):
-                fields = ", ".join(record) or "an empty record"
-                raise UserError(
-                    f"{path}: record {number} has no text in {text_field!r}", got=fields, command="--text-field NAME"
-                )
-            documents.append(text)
-        return documents
-    if path.suffix == ".txt":
-        return [read_text(path)]
-    raise UserError("this held-out text cannot be read", got=path, allowed=".txt or .jsonl files")
+def _widening(number: int) -> float:
+    """Return by how much to widen a percentile interval from so many documents (1 for a single one)."""
+    if number < 2:
+        return 1.0
+    freedom = number - 1
+    # Student's quantile by its expansion about the normal one (Abramowitz and Stegun 26.7.5).
+    student = Z + (Z**3 + Z) / (4 * freedom) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * freedom**2)
+    return student / Z * math.sqrt(number / freedom)
 
 
 def _exp(value: float) -> float:
@@ -211,5 +221,7 @@ def _exp(value: float) -> float:
         return math.inf
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -80,5 +80,5 @@ def _kept_verdict(directory: Path | None, settings: DraftSettings) -> dict[str, 
             return verdict
     except UserError:
         return None
-    perplexity = verdict.get("perplexity")
-    return {**verdict, "lossless": None, "passed": perplexity["passed"]} if perplexity else None
+    kept = artifacts.judged({**verdict, "lossless": None, "sampling": None})
+    return kept if any(kept.get(name) for name in artifacts.VERDICT_PARTS) else None

@@ -164,7 +164,9 @@ def test_costs_in_the_artifact_save_timing_them_but_only_where_they_were_measure
     artifact = replace(GOOD, **DraftSettings("copy").to_artifact(), costs=costs, measured_on=here)
     timed: list[str] = []
     monkeypatch.setattr(
-        plans, "draft_costs", lambda engine, part, params, progress: timed.append(part.name) or DraftCosts(0.1, (1.0,) * 8)
+        plans,
+        "draft_costs",
+        lambda engine, part, params, progress: timed.append(part.name) or DraftCosts(0.1, (1.0,) * 8),
     )
     plan = make_plan(str(checkpoint), None, artifact, DecodeConfig())
     assert isinstance(plan.policy, CostPolicy) and timed == [] and plan.notices == []

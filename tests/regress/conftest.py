@@ -88,3 +88,13 @@ def write_jsonl(path: Path, records: list[Any]) -> Path:
 def jsonl() -> Callable[[Path, list[Any]], Path]:
     """Return `write_jsonl`."""
     return write_jsonl
+
+
+@pytest.fixture(scope="session")
+def make_texts() -> Callable[[Path, int, int], Path]:
+    """Return `make(path, count, seed)`: write so many documents of the language, other ones for seeds far apart."""
+
+    def make(path: Path, count: int, seed: int) -> Path:
+        return write_jsonl(path, [{"text": " ".join(sentences(seed + number, 3))} for number in range(count)])
+
+    return make

@@ -21,7 +21,7 @@ from selfspec_tune.errors import UserError
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder, load_decoder
 from selfspec_tune.model.load import load_tokenizer
-from selfspec_tune.regress import lossless
+from selfspec_tune.regress import lossless, table
 
 EXITS, LENGTHS = (2, 5), (1, 3)
 
@@ -91,6 +91,16 @@ class RollsBackOneTooFar(LayerSkipDrafter):
         return draft
 
 
+class RollsBackOnePositionShort(LayerSkipDrafter):
+    """Leaves the newest rejected position in the cache: drafts one position after the committed end."""
+
+    def propose(self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken, *rest: Any) -> Draft:
+        cache.committed += 1
+        draft = super().propose(last, cache, k, choose, *rest)
+        cache.committed -= 1
+        return draft
+
+
 class SkipsTheFinalNorm(LayerSkipDrafter):
     """Drafts badly; what is drafted must not matter."""
 
@@ -111,7 +121,7 @@ def test_accepting_a_wrong_token_is_caught(
     assert first.plain_gap is not None and first.plain_gap > 1e-4
 
 
-@pytest.mark.parametrize("drafter", [ForgetsTheLastEarlyPass, RollsBackOneTooFar])
+@pytest.mark.parametrize("drafter", [ForgetsTheLastEarlyPass, RollsBackOneTooFar, RollsBackOnePositionShort])
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
 def test_a_drafter_that_corrupts_the_cache_is_caught(
     make_engine: Callable, requests: list[Request], numerics: str, drafter: type[LayerSkipDrafter]
@@ -137,6 +147,22 @@ def test_a_single_wrong_bit_is_caught(make_engine: Callable, requests: list[Requ
     first = found.first_difference
     assert first is not None and not first.tie and first.plain_token == first.speculative_token
     assert first.largest_logit_difference is not None and 0 < first.largest_logit_difference < 1e-5
+
+
+def test_in_fast_numerics_the_first_differing_token_is_shown_with_both_gaps(
+    make_engine: Callable, requests: list[Request]
+) -> None:
+    engine = make_engine(numerics="fast")
+    drafter = RollsBackOnePositionShort(engine.decoder, 2)
+    found = lossless.check_lossless(engine, requests[1:], {"E=2": drafter}, (3,))
+    assert not found.passed
+    first = found.first_difference
+    assert first is not None and first.plain_token != first.speculative_token
+    verdict = {"lossless": found.to_dict()}
+    said = table.first_difference(verdict)
+    assert said is not None and f"token {first.position}, E=2, 3 draft tokens" in said
+    assert f"{first.plain_token} plain (top-2 gap {table.number(first.plain_gap)})" in said
+    assert f"{first.speculative_token} speculative (top-2 gap {table.number(first.speculative_gap)})" in said
 
 
 def test_what_is_slow_but_right_passes(

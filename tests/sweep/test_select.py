@@ -227,7 +227,7 @@ def test_a_verdict_of_regress_is_kept_only_for_the_same_weights(
     artifacts.write(own_checkpoint, artifacts.with_regress(first, verdict))
     assert record._kept_verdict(own_checkpoint, DraftSettings.of(first)) == verdict
     # What was found about another drafter's losslessness is not about this one.
-    kept = {"passed": True, "perplexity": {"passed": True}, "lossless": None}
+    kept = {"status": "passed", "passed": True, "perplexity": {"passed": True}, "lossless": None, "sampling": None}
     assert record._kept_verdict(own_checkpoint, DraftSettings("low-precision", draft_bits=8, exit_layer=1)) == kept
     assert sweep(own_checkpoint, make_requests, quick).artifact.regress in (verdict, kept)
     foreign = replace(artifacts.with_regress(first, verdict), checkpoint_fingerprint="0" * 64)

@@ -1,0 +1,26 @@
+"""The warning that a checkpoint's gate has not passed, for every command that uses the checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def gate_notices(model: str, directory: Path | None, verdict: dict[str, Any] | None) -> list[str]:
+    """Return a warning where the gate failed, is undecided, or was never run on weights that training changed.
+
+    Args:
+        model: as the user named it.
+        directory: the checkpoint's, None for a hub name.
+        verdict: what `selfspec.json` holds under `regress`.
+    """
+    again = f"run `selfspec regress {model}`"
+    status = (verdict or {}).get("status") or ("passed" if (verdict or {}).get("passed") else "failed")
+    if verdict and status == "failed":
+        return [f"warning: {model} FAILED its regression gate; {again} to see how"]
+    if verdict and status == "undecided":
+        return [f"warning: the regression gate of {model} is undecided: it neither passed nor failed; {again}"]
+    trained = directory is not None and (directory / "training.json").is_file()
+    if trained and not (verdict or {}).get("perplexity"):
+        return [f"warning: the weights of {model} were trained and never gated; {again}"]
+    return []
