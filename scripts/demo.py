@@ -209,7 +209,6 @@ def chain(options: argparse.Namespace) -> dict[str, Json]:
     results["sweep"] = steps.run("sweep-exit", command, inputs, [trained / FILE_NAME], outdates=["regress"])
     command = ["regress", trained, "--base", model, "--text", heldout, "--prompts", prompts, "--raw", "--json"]
     command += ["--num-prompts", "4", "--max-new-tokens", "48", "--num-draft-tokens", "3"]
-    # Four prompts of 48 tokens are few for a test of their distribution, so each is sampled four times.
     # The interval of 24 documents is about ±1.2 %: enough to decide on 2 % where training did not hurt.
     command += ["--max-documents", "24", "--max-windows", "1"]
     inputs = {**inputs, "sweep": results["sweep"].get("artifact")}
