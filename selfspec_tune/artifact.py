@@ -166,7 +166,7 @@ def _validate(path: Path, artifact: Artifact, again: str) -> None:
         raise UserError(f"{path}: k_max is out of range", got=k_max, allowed=f"1..{MAX_DRAFT_TOKENS}", command=again)
     if not all(_is_cost(value) for value in artifact.costs.values()):
         raise UserError(f"{path}: costs cannot be read", got=artifact.costs, command=again)
-    if not isinstance(artifact.by_context, list) or not all(map(_is_context, artifact.by_context)):
+    if not _are_contexts(artifact):
         raise UserError(f"{path}: by_context cannot be read", got=artifact.by_context, command=again)
     unfit = {
         name: value
@@ -192,14 +192,23 @@ def _validate(path: Path, artifact: Artifact, again: str) -> None:
         raise UserError(f"{path}: num_draft_tokens is out of range", got=k, allowed=counts, command=again)
 
 
-def _is_context(value: Any) -> bool:
-    """Whether an entry of `by_context` is complete."""
+def _are_contexts(artifact: Artifact) -> bool:
+    """Whether `by_context` is complete, of the drafters in `costs`, and sorted by length."""
+    entries, most = artifact.by_context, artifact.num_layers - 1 if isinstance(artifact.num_layers, int) else 0
+    if not isinstance(entries, list) or not all(_is_context(entry, most) for entry in entries):
+        return False
+    lengths = [entry["max_context"] for entry in entries]
+    return lengths == sorted(lengths) and all(set(entry["costs"]) == set(artifact.costs) for entry in entries)
+
+
+def _is_context(value: Any, last_exit: int) -> bool:
+    """Whether an entry of `by_context` can be decoded with."""
     if not isinstance(value, dict) or set(value) != {"max_context", "exit_layer", "num_draft_tokens", "costs"}:
         return False
     exit_layer, k, costs = value["exit_layer"], value["num_draft_tokens"], value["costs"]
     return (
         _is_count(value["max_context"], 1 << 31)
-        and (exit_layer is None or _is_count(exit_layer, 1 << 31))
+        and (exit_layer is None or _is_count(exit_layer, last_exit))
         and (k == 0 or _is_count(k, MAX_DRAFT_TOKENS))
         and isinstance(costs, dict)
         and all(map(_is_cost, costs.values()))

@@ -13,6 +13,8 @@ from selfspec_tune.errors import UserError
 
 COSTS = {"alpha": None, "cost_ratio": 0.0, "verify_ratio": [1.1, 1.2], "overhead": 0.01}
 
+CONTEXT = {"max_context": 128, "exit_layer": 5, "num_draft_tokens": 0, "costs": {}}
+
 
 @pytest.fixture
 def saved(save_tiny, tmp_path):
@@ -81,6 +83,17 @@ def test_other_weights_or_another_config_are_noticed(saved):
         ({"costs": {"copy": {**COSTS, "verify_ratio": [1.0, 0.0]}}}, "costs cannot be read"),
         ({"costs": {"copy": {**COSTS, "cost_ratio": float("nan")}}}, "costs cannot be read"),
         ({"costs": {"copy": {**COSTS, "alpha": 2}}}, "costs cannot be read"),
+        ({"by_context": {}}, "by_context cannot be read"),
+        ({"by_context": [3]}, "by_context cannot be read"),
+        ({"by_context": [{**CONTEXT, "extra": 1}]}, "by_context cannot be read"),
+        ({"by_context": [{"max_context": 128, "costs": {}}]}, "by_context cannot be read"),
+        ({"by_context": [{**CONTEXT, "max_context": "128"}]}, "by_context cannot be read"),
+        ({"by_context": [{**CONTEXT, "exit_layer": 6}]}, "by_context cannot be read"),
+        ({"by_context": [{**CONTEXT, "num_draft_tokens": 9}]}, "by_context cannot be read"),
+        ({"by_context": [{**CONTEXT, "num_draft_tokens": None}]}, "by_context cannot be read"),
+        ({"by_context": [{**CONTEXT, "costs": {"copy": {**COSTS, "overhead": -1}}}]}, "by_context cannot be read"),
+        ({"by_context": [{**CONTEXT, "costs": {"copy": COSTS}}]}, "by_context cannot be read"),
+        ({"by_context": [CONTEXT, {**CONTEXT, "max_context": 64}]}, "by_context cannot be read"),
     ],
 )
 def test_what_cannot_be_decoded_with_is_refused(saved, changes, message):
@@ -105,3 +118,11 @@ def test_every_drafter_may_stand_in_it(saved):
         written = replace(value, drafter=drafter, exit_layer=None, draft=draft, costs={"copy": COSTS})
         artifacts.write(directory, written)
         assert artifacts.read(directory) == written
+
+
+def test_contexts_may_move_the_exit_or_keep_the_drafters_own(saved):
+    directory, value = saved
+    entries = [{**CONTEXT, "exit_layer": None}, CONTEXT, {**CONTEXT, "max_context": 4096, "num_draft_tokens": 8}]
+    written = replace(value, costs={"copy": COSTS}, by_context=[{**each, "costs": {"copy": COSTS}} for each in entries])
+    artifacts.write(directory, written)
+    assert artifacts.read(directory) == written

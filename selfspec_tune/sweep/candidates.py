@@ -243,20 +243,25 @@ class Trials:
         return known
 
     def _try(self, settings: DraftSettings, prompts: Sequence[Prompt], params: SamplingParams) -> list[Candidate]:
+        failed = ""
         try:
-            drafter = self.drafter(settings)
+            self.drafter(settings)
         except UserError as error:
-            self.skipped[settings.label] = f"{error.what} (got {error.got})" if error.got else error.what
+            failed = f"{error.what} (got {error.got})" if error.got else error.what
+        # Where one process cannot, none may: all have to meet below.
+        failed = next(filter(None, self.processes.gather([failed])), "")
+        if failed:
+            self.skipped[settings.label] = failed
             return []
         known = self.processes.from_main(lambda: self.known_costs(settings, self.context_length))
         stage = f"profile {settings.label}"
-        done = self.kept.get(stage, "all") if self.kept else None
+        done = self.processes.from_main(lambda: self.kept.get(stage, "all") if self.kept else None)
         if done is None:
             policy, own = CostPolicy(known, k_max=self.config.max_draft_tokens), self.processes.share(prompts)
             counted = []
             for number, prompt in enumerate(own):
                 self.progress(stage, number, len(own))
-                _, stats = self.engine.generate([prompt.request], params, drafter, policy)
+                _, stats = self.engine.generate([prompt.request], params, self.drafter(settings), policy)
                 counted.append((prompt.domain, stats.counts()))
             self.progress(stage, len(own), len(own))
             done = self.processes.gather(counted)

@@ -32,11 +32,8 @@ class CostBook:
 
     Args:
         engine: batch size 1.
-        path: file to read from and write to, `--costs`; None keeps nothing.
+        path: file to `read` from and write to, `--costs`; None keeps nothing.
         progress: told of repeats.
-
-    Raises:
-        UserError: the file was measured for something else, or cannot be read.
     """
 
     def __init__(
@@ -52,13 +49,35 @@ class CostBook:
         self._costs: dict[tuple[int, int], Costs] = {}
         self._drafts: dict[tuple[str, int], DraftCosts] = {}
         self._key = self._identity()
-        if path is not None and path.exists():
-            self._read(path)
 
     @property
     def all(self) -> list[Costs]:
         """All there are, by batch size and context length."""
         return [self._costs[key] for key in sorted(self._costs, key=lambda key: key[::-1])]
+
+    def read(self) -> None:
+        """Read what the file holds, if there is one; a UserError if that was measured for something else, or broken."""
+        if self.path is None or not self.path.exists():
+            return
+        path, content = self.path, read_json(self.path)
+        again = "another --costs file, or none: then costs are measured"
+        key = content.get("measured_for") if isinstance(content, dict) else None
+        if not isinstance(key, dict):
+            raise UserError(f"{path} holds no costs of selfspec", command=again)
+        wrong = [name for name, value in self._key.items() if key.get(name) != value]
+        if wrong:
+            got = "; ".join(f"{name} {key.get(name)}" for name in wrong)
+            allowed = "; ".join(f"{name} {self._key[name]}" for name in wrong)
+            raise UserError(f"{path} was measured for something else", got=got, allowed=allowed, command=again)
+        try:
+            for value in content["costs"]:
+                costs = _costs_of(value)
+                self._costs[costs.context_length, costs.batch_size] = costs
+            for value in content["drafts"]:
+                known = DraftCosts(value["cost_ratio"], tuple(value["verify_ratio"]), value["overhead"])
+                self._drafts[value["label"], value["context_length"]] = known
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path} cannot be read as costs: {error!r}", command=again) from None
 
     def measure(self, request: Request) -> None:
         """Measure what is asked for and not known yet; `request` is decoded to time the engine's bookkeeping."""
@@ -125,32 +144,13 @@ class CostBook:
             "num_layers": family.num_layers,
             "hidden_size": family.hidden_size,
             "vocab_size": family.vocab_size,
+            "num_kv_heads": family.num_kv_heads,
+            "parameters": sum(weights.numel() for weights in self.engine.decoder.model.parameters()),
             "numerics": self.engine.numerics,
             "max_draft_tokens": self.config.max_draft_tokens,
             "sampling": [params.temperature > 0, params.top_k, params.top_p],
             "measured_on": measured_on(self.engine.decoder),
         }
-
-    def _read(self, path: Path) -> None:
-        content = read_json(path)
-        again = "another --costs file, or none: then costs are measured"
-        key = content.get("measured_for") if isinstance(content, dict) else None
-        if not isinstance(key, dict):
-            raise UserError(f"{path} holds no costs of selfspec", command=again)
-        wrong = [name for name, value in self._key.items() if key.get(name) != value]
-        if wrong:
-            got = "; ".join(f"{name} {key.get(name)}" for name in wrong)
-            allowed = "; ".join(f"{name} {self._key[name]}" for name in wrong)
-            raise UserError(f"{path} was measured for something else", got=got, allowed=allowed, command=again)
-        try:
-            for value in content["costs"]:
-                costs = _costs_of(value)
-                self._costs[costs.context_length, costs.batch_size] = costs
-            for value in content["drafts"]:
-                known = DraftCosts(value["cost_ratio"], tuple(value["verify_ratio"]), value["overhead"])
-                self._drafts[value["label"], value["context_length"]] = known
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path} cannot be read as costs: {error!r}", command=again) from None
 
     def _write(self) -> None:
         if self.path is None:

@@ -40,7 +40,10 @@ class Kept:
             for path in sorted(self.directory.glob("done-*.jsonl")):
                 self._read(path)
             self._file = self.directory / f"done-{rank}.jsonl"
-            self._file.touch()
+            with self._file.open("ab+") as handle:
+                handle.seek(max(0, handle.tell() - 1))
+                if handle.read() not in (b"", b"\n"):
+                    handle.write(b"\n")  # the interruption tore the last line
         except OSError:
             self.directory = None
         self.found = len(self._values)
@@ -61,10 +64,11 @@ class Kept:
         """Keep a result, a JSON value."""
         self._values[stage, name] = value
         if self.directory is not None:
-            line = json.dumps([stage, name, value]) + "\n"
-            torn = self._file.stat().st_size > 0 and not self._file.read_bytes().endswith(b"\n")
-            with self._file.open("a", encoding="utf-8") as handle:
-                handle.write("\n" * torn + line)
+            try:
+                with self._file.open("a", encoding="utf-8") as handle:
+                    handle.write(json.dumps([stage, name, value]) + "\n")
+            except OSError:  # a full disk, or another sweep like this one has ended and taken the directory along
+                self.directory = None
 
     def discard(self) -> None:
         """Forget everything: the sweep is done."""

@@ -16,7 +16,7 @@ from selfspec_tune.errors import UserError
 from selfspec_tune.model.load import checkpoint_dir
 from selfspec_tune.sweep.candidates import Candidate
 from selfspec_tune.sweep.confirm import Confirmed
-from selfspec_tune.sweep.profile import Profile
+from selfspec_tune.sweep.tally import Profile
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,10 @@ from selfspec_tune import artifact as artifacts
 from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import SweepConfig
 from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.price import measured_on
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
+from selfspec_tune.model import draft_vocab
 from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.model.load import checkpoint_dir
 from selfspec_tune.progress import Progress, silent
@@ -153,9 +155,12 @@ def sweep(
     kept = Kept(_identity(model, engine, config, prompts), processes.rank)
     if kept.found and processes.main:
         notice(f"going on with an interrupted sweep: {kept.found} results of it are kept in {kept.directory}")
+    path = config.costs or (kept.directory / "costs.json" if kept.directory else None)
+    book = CostBook(engine, params, config, path, progress)
+    processes.from_main(book.read)
     profile = _profile(engine, profiled, params, config, processes, kept, progress)
     here = profile.context
-    book = _measured(engine, params, config, profiled[0], processes, kept, progress)
+    processes.from_main(lambda: book.measure(profiled[0].request))
     costs = processes.from_main(lambda: book.at(here))
     cells = score(profile, costs)
     inside = ranked(cell for cell in cells if cell.exit_layer in exits)
@@ -177,7 +182,7 @@ def sweep(
     artifact = build_artifact(model, engine, config, profile, choice)
     artifact = replace(artifact, by_context=choice_by_context(choice.candidate, trials, contexts, exits))
     cells, parts = with_intervals(cells, profile, book)
-    best = next(cell for cell in cells if cell.exit_layer == inside[0].exit_layer and _same_k(cell, inside[0]))
+    best = next(cell for cell in cells if _place(cell) == _place(inside[0]))
     found = Sweep(
         model=model,
         config=config,
@@ -205,8 +210,8 @@ def sweep(
     return found
 
 
-def _same_k(one: Cell, other: Cell) -> bool:
-    return one.num_draft_tokens == other.num_draft_tokens
+def _place(cell: Cell) -> tuple[int, int]:
+    return cell.exit_layer, cell.num_draft_tokens
 
 
 def _write(model: str, artifact: Artifact) -> Path | None:
@@ -218,12 +223,14 @@ def _identity(model: str, engine: Engine, config: SweepConfig, prompts: Sequence
     """Return what finished parts of a sweep depend on."""
     directory = checkpoint_dir(model)
     asked = asdict(config)
-    for name in ("prompts", "costs", "json", "report", "window", "confirm", "num_prompts"):
-        asked.pop(name, None)
+    for name in ("prompts", "costs", "json", "report", "window", "confirm"):
+        del asked[name]
+    drafts = [directory / name for name in (artifacts.EXIT_HEAD_FILE, draft_vocab.FILE_NAME)] if directory else []
     return {
         "model": artifacts.fingerprint(directory) if directory else model,
         "options": asked,
-        "dtype": str(engine.decoder.dtype),
+        "drafts": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in drafts if path.exists()],
+        "measured_on": measured_on(engine.decoder),
         "prompts": [[p.request.id, p.request.prompt_ids, p.answer_ids, p.domain] for p in prompts],
     }
 
@@ -248,22 +255,6 @@ def _profile(
     progress("profile", len(own), len(own))
     done: list[Any] = processes.gather([kept.get("profile", prompt.request.id) for prompt in own])
     return checked(Profile(engine.decoder.num_layers, [PromptTally(**tally) for tally in done]))
-
-
-def _measured(
-    engine: Engine,
-    params: SamplingParams,
-    config: SweepConfig,
-    prompt: Prompt,
-    processes: Processes,
-    kept: Kept,
-    progress: Progress,
-) -> CostBook:
-    """Return the cost book, measured in the main process; what an interrupted run measured is used."""
-    path = config.costs or (kept.directory / "costs.json" if kept.directory else None)
-    book = CostBook(engine, params, config, path if processes.main else None, progress)
-    processes.from_main(lambda: book.measure(prompt.request))
-    return book
 
 
 def with_intervals(

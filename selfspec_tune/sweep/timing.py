@@ -195,7 +195,14 @@ def exact_price(engine: Engine, *, context_length: int, repeats: int, progress: 
             return None
         finally:
             decoder.exact = False
-    seconds = plain_step_seconds(decoder, [rows], context_length=context_length, repeats=repeats, progress=progress)
+    seconds = plain_step_seconds(
+        decoder,
+        [rows],
+        batch_size=engine.batch_size,
+        context_length=context_length,
+        repeats=repeats,
+        progress=progress,
+    )
     return seconds["exact"] / seconds["fast"]
 
 

@@ -6,10 +6,14 @@ import pytest
 import torch
 from tiny import END, byte_tokenizer, tiny_model
 
+from selfspec_tune.decode.drafters import Source
+from selfspec_tune.decode.drafters.hybrid import HybridDrafter
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
+from selfspec_tune.decode.drafters.prompt_lookup import PromptLookupDrafter
 from selfspec_tune.decode.engine import Engine, Request
-from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.policy import ContextCosts, CostPolicy, DraftCosts, DraftPolicy
 from selfspec_tune.decode.sampling import SamplingParams
+from selfspec_tune.decode.stats import Stats
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import LayeredDecoder
 
@@ -189,3 +193,84 @@ def test_drafting_that_does_not_pay_stops_and_says_so(decoder):
     spec, stats = engine.generate([Request("a", PROMPT, 150)], GREEDY, LayerSkipDrafter(decoder, 3), policy)
     assert policy.stopped and not stats.enabled and "drafting stopped" in stats.reason
     assert spec[0].token_ids == plain.token_ids
+
+
+class MovingExit(DraftPolicy):
+    """Leaves at another layer every few rounds; plans 3 tokens, and a plain step now and then."""
+
+    def __init__(self, exits: tuple[int, ...]) -> None:
+        super().__init__(3)
+        self.exits, self.asked, self.used, self.accepted = exits, 0, [], {}
+
+    def at(self, context_length: int) -> int:
+        self.asked += 1
+        self.used.append((context_length, self.exits[self.asked // 3 % len(self.exits)]))
+        return self.used[-1][1]
+
+    def next(self, remaining: int, sources: list[Source]) -> tuple[Source, int] | None:
+        return super().next(remaining, sources[-1:]) if self.asked % 7 else None
+
+    def observe(self, source: Source, k: int, accepted: int) -> None:
+        exit_layer = self.used[-1][1]
+        self.accepted[exit_layer] = self.accepted.get(exit_layer, 0) + accepted
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_draft_may_leave_at_another_layer_in_every_round(decoder, hybrid, batch):
+    engine = Engine(decoder, batch_size=batch, keep_logits=True)
+    requests = [Request(str(row), PROMPT[row:], 90 - 20 * row) for row in range(batch)]
+    plain, _ = engine.generate(requests, GREEDY)
+    skip = LayerSkipDrafter(decoder, 3)
+    drafter = HybridDrafter(PromptLookupDrafter(), skip) if hybrid else skip
+    policy, depths = MovingExit((1, 4, 2, 5)), set()
+    engine.after_commit = lambda cache: depths.add((drafter.exit_layer, skip.exit_layer))
+    spec, stats = engine.generate(requests, GREEDY, drafter, policy)
+    assert depths == {(e, e) for e in (1, 2, 4, 5)}, "the hybrid passes it on"
+    assert all(policy.accepted[e] > 0 for e in (2, 4, 5)) and stats.accepted < stats.drafted
+    assert policy.used[0][0] == len(PROMPT) + 1, "the longest text, its newest token included"
+    assert [length for length, _ in policy.used] == sorted(length for length, _ in policy.used)
+    for one, other in zip(plain, spec, strict=True):
+        assert one.token_ids == other.token_ids
+        assert all(map(torch.equal, one.logits, other.logits))
+
+
+def test_costs_by_context_move_the_exit_and_switch_off(decoder):
+    free = {"layer-skip": DraftCosts(0.0, (1.0,) * 8)}
+    begin = len(PROMPT)
+    entries = (
+        ContextCosts(begin + 20, free, exit_layer=2),
+        ContextCosts(begin + 40, free, exit_layer=4),
+        ContextCosts(begin + 50, free, exit_layer=4, enabled=False),
+    )
+    engine, drafter = Engine(decoder), LayerSkipDrafter(decoder, 3)
+    plain, _ = engine.generate([Request("a", PROMPT, 90)], GREEDY)
+    seen = []
+    engine.after_commit = lambda cache: seen.append((int(cache.committed[0]) + 1 - begin, drafter.exit_layer))
+    spec, stats = engine.generate([Request("a", PROMPT, 90)], GREEDY, drafter, CostPolicy(free, by_context=entries))
+    assert spec[0].token_ids == plain[0].token_ids
+    # Lengths after each commit: a round that began within 20 new tokens used exit 2.
+    begins = [1, *(length for length, _ in seen[:-1])]
+    assert [exit_layer for _, exit_layer in seen] == [2 if length <= 20 else 4 for length in begins]
+    assert {2, 4} == {exit_layer for _, exit_layer in seen}
+    assert stats.plain_steps >= 90 - 40 - 9, "beyond 40 new tokens every step is plain"
+    assert stats.rounds > 0 and stats.passes == stats.rounds + stats.plain_steps
+
+
+def test_passes_and_seconds_of_plain_steps_are_counted(decoder):
+    engine = Engine(decoder, batch_size=2)
+    requests = [Request("a", PROMPT, 20), Request("b", PROMPT[1:], 30)]
+    _, stats = engine.generate(requests, GREEDY)
+    assert stats.passes == 29 and stats.plain_steps == 19 + 29, "passes are of the batch, steps of rows"
+    assert stats.plain_seconds > 0 == stats.verify_seconds == stats.draft_seconds
+    assert stats.prefill_seconds + stats.plain_seconds <= stats.total_seconds
+    _, spec = engine.generate(requests, GREEDY, LayerSkipDrafter(decoder, 3), DraftPolicy(3))
+    assert spec.passes < 29 and spec.rounds > spec.passes - spec.plain_steps
+
+
+def test_counts_are_read_back(decoder):
+    _, _, stats = both(Engine(decoder), Request("a", PROMPT, 40), k=3)
+    again = Stats.of_counts(stats.counts())
+    for name in ("rounds_of", "rounds", "drafted", "accepted", "tested", "plain_steps", "emitted", "from_prefill"):
+        assert getattr(again, name) == getattr(stats, name) and getattr(stats, name), name
+    assert again.total_seconds == 0

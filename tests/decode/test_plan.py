@@ -180,3 +180,30 @@ def test_costs_in_the_artifact_save_timing_them_but_only_where_they_were_measure
     assert isinstance(fixed, DraftPolicy) and fixed.round_cost == pytest.approx(0.03 + 1.1 + 0.02)
     fixed = make_plan(str(checkpoint), None, elsewhere, DecodeConfig(num_draft_tokens=3)).policy
     assert isinstance(fixed, DraftPolicy) and fixed.round_cost is None
+
+
+def test_the_exit_of_the_texts_length_is_used(checkpoint, monkeypatch):
+    def costs(verify):
+        return {"layer-skip": {"alpha": 0.9, "cost_ratio": 0.01, "verify_ratio": [verify] * 8, "overhead": 0.0}}
+
+    here = measured_on(load_decoder(str(checkpoint)))
+    entries = [
+        {"max_context": 24, "exit_layer": 4, "num_draft_tokens": 4, "costs": costs(1.0)},
+        {"max_context": 40, "exit_layer": 5, "num_draft_tokens": 0, "costs": costs(1.0)},
+    ]
+    artifact = replace(GOOD, costs=costs(1.0), by_context=entries, measured_on=here)
+    monkeypatch.setattr(plans, "draft_costs", lambda *_, **__: DraftCosts(0.01, (1.0,) * 8))
+    plan = make_plan(str(checkpoint), None, artifact, DecodeConfig())
+    long, short = Request("a", list(range(1, 31)), 12), Request("b", [1, 2, 3], 12)
+    _, stats = plan.generate([long], SamplingParams())
+    assert (stats.rounds, plan.drafter.exit_layer) == (0, 5)
+    _, stats = plan.generate([short], SamplingParams())
+    assert stats.rounds > 0 and plan.drafter.exit_layer == 4
+    # Costs measured elsewhere, or for another exit, say nothing of lengths here.
+    for changed, options in (
+        (replace(artifact, measured_on={**here, "threads": 64}), DecodeConfig()),
+        (artifact, DecodeConfig(exit_layer=2)),
+    ):
+        plan = make_plan(str(checkpoint), None, changed, options)
+        _, stats = plan.generate([long], SamplingParams())
+        assert stats.rounds > 0 and plan.drafter.exit_layer == (options.exit_layer or 3)

@@ -19,6 +19,7 @@ from selfspec_tune.decode.policy import (
     PURSE,
     TRICKLE,
     WINDOW,
+    ContextCosts,
     CostPolicy,
     DraftCosts,
     DraftPolicy,
@@ -412,3 +413,61 @@ def test_confidence_that_says_nothing_does_little_harm(costs):
     asked = Words(8000, 0.7, 5, lambda _: 0.999).rate(cost_policy(costs), costs)
     silent = Words(8000, 0.7, 5, lambda _: 0.999).rate(cost_policy(costs), costs, asked=False)
     assert asked >= 0.97 * silent
+
+
+ABSURD = DraftCosts(3.0, tuple(3.0 + k for k in range(1, 9)))
+
+
+def by_context(*entries: ContextCosts) -> CostPolicy:
+    return CostPolicy({"layer-skip": TYPICAL}, {"layer-skip": 0.9}, by_context=entries)
+
+
+def test_the_costs_of_the_texts_length_are_used() -> None:
+    policy = by_context(
+        ContextCosts(100, {"layer-skip": CHEAP}, exit_layer=2),
+        ContextCosts(200, {"layer-skip": TYPICAL}, exit_layer=3),
+        ContextCosts(400, {"layer-skip": ABSURD}, exit_layer=4),
+    )
+    plans = {}
+    for length, exit_layer in ((1, 2), (100, 2), (101, 3), (200, 3), (201, 4), (400, 4), (9999, 4), (100, 2)):
+        assert policy.at(length) == exit_layer, length
+        planned = policy.next(1000, [LAYER_SKIP])
+        plans[length] = planned[1] if planned else 0
+        if planned:
+            policy.observe(LAYER_SKIP, planned[1], planned[1])
+    assert plans[1] >= plans[101] > 0
+    assert plans[201] == plans[400] == plans[9999] == 0
+    assert plans[100] > 0, "a short text after a long one drafts again"
+
+
+def test_nothing_is_planned_where_drafting_is_off() -> None:
+    on = ContextCosts(100, {"layer-skip": CHEAP}, exit_layer=2)
+    policy = by_context(on, ContextCosts(200, {"layer-skip": CHEAP}, exit_layer=2, enabled=False))
+    policy.at(50)
+    assert policy.next(1000, [LAYER_SKIP]) is not None
+    for _ in range(2000):  # no probe either
+        policy.at(150)
+        assert policy.next(1000, [LAYER_SKIP]) is None
+    policy.at(50)
+    assert policy.next(1000, [LAYER_SKIP]) is not None
+
+
+def test_a_round_is_accounted_at_the_costs_it_was_planned_with() -> None:
+    policy = by_context(
+        ContextCosts(100, {"layer-skip": CHEAP}), ContextCosts(200, {"layer-skip": ABSURD}, enabled=False)
+    )
+    policy.at(100)
+    planned = policy.next(1000, [LAYER_SKIP])
+    assert planned is not None
+    k = planned[1]
+    policy.observe(LAYER_SKIP, k, k)
+    policy.at(150)
+    cost = CHEAP.round(k)
+    assert policy._purses["layer-skip"] == pytest.approx(PURSE + TRICKLE * cost + k + 1 - cost)
+
+
+def test_without_contexts_the_drafters_own_exit_stays() -> None:
+    policy = by_context()
+    assert policy.at(5000) is None
+    assert policy.next(1000, [LAYER_SKIP]) is not None
+    assert DraftPolicy(3).at(5000) is None and WindowPolicy(3).at(5000) is None

@@ -33,6 +33,13 @@ def make_model() -> Any:
     )
 
 
+@pytest.fixture(autouse=True)
+def kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let each test keep its interrupted sweeps apart; return where."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "selfspec" / "sweeps"
+
+
 @pytest.fixture(scope="session")
 def decoder() -> LayeredDecoder:
     """The tiny model, for tests in fast numerics."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from selfspec_kernels import cpu
@@ -18,9 +20,13 @@ from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.model.decoder import LayeredDecoder, load_decoder
 from selfspec_tune.model.draft_vocab import TokenCounts, write_draft_vocab
-from selfspec_tune.sweep import candidates
-from selfspec_tune.sweep.candidates import Trials, of_cell, of_rounds
+from selfspec_tune.sweep import costs as costs_module
+from selfspec_tune.sweep.candidates import Trials, of_cell, of_rounds, spread_evenly
+from selfspec_tune.sweep.costs import CostBook
+from selfspec_tune.sweep.kept import Kept
 from selfspec_tune.sweep.objective import Cell, Costs
+from selfspec_tune.sweep.processes import Processes
+from selfspec_tune.sweep.profile import Prompt
 
 COPY, FOUR = DraftSettings("copy"), DraftSettings("low-precision")
 FREE, DEAR = DraftCosts(0.0, (1.1, 1.2, 1.3), 0.05), DraftCosts(0.5, (1.0, 1.1, 1.2), 0.1)
@@ -67,18 +73,37 @@ def test_costs_survive_the_artifact() -> None:
 
     class Stored:
         costs = written
+        by_context = ()
 
     assert KnownCosts.of(Stored()) == known  # type: ignore[arg-type]
 
 
+def make_trials(decoder: LayeredDecoder, model: str, config: SweepConfig, processes: Any = None) -> Trials:
+    """Trials with a book that is measured."""
+    engine = Engine(decoder, numerics="fast")
+    book = CostBook(engine, SamplingParams(), config)
+    book.measure(Request("a", [1, 2, 3], 12))
+    return Trials(engine, model, config, book, 40.0, processes or Processes())
+
+
+@pytest.fixture
+def prompts(make_requests: Callable[[int, int], list[Request]]) -> Callable[[int, int], list[Prompt]]:
+    """Return a function (count, max_new_tokens) → prompts, of two domains in turn."""
+
+    def make(count: int, max_new_tokens: int) -> list[Prompt]:
+        requests = make_requests(count, max_new_tokens)
+        return [Prompt(request, "odd" if number % 2 else "even") for number, request in enumerate(requests)]
+
+    return make
+
+
 @pytest.fixture
 def trials(decoder: LayeredDecoder) -> Trials:
-    config = SweepConfig(max_draft_tokens=3, context_length=40, repeats=1)
-    return Trials(Engine(decoder, numerics="fast"), "no directory", config, 0.0)
+    return make_trials(decoder, "no directory", SweepConfig(max_draft_tokens=3, context_lengths=(40,), repeats=1))
 
 
 def test_all_drafters_are_profiled_and_the_hybrid_takes_the_best_that_runs_layers(
-    trials: Trials, make_requests: Callable[[int, int], list[Request]], monkeypatch: pytest.MonkeyPatch
+    trials: Trials, prompts: Callable[[int, int], list[Prompt]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed: list[str] = []
 
@@ -87,8 +112,8 @@ def test_all_drafters_are_profiled_and_the_hybrid_takes_the_best_that_runs_layer
         # Copy and 4 bits in groups of 32 come first; what follows is too dear.
         return DraftCosts(0.1 if len(timed) < 3 else 9.0, (1.0,) * 8)
 
-    monkeypatch.setattr(candidates, "draft_costs", costs)
-    found = trials.candidates(make_requests(2, 16), SamplingParams())
+    monkeypatch.setattr(costs_module, "draft_costs", costs)
+    found = trials.candidates(prompts(2, 16), SamplingParams())
     eight, wide = DraftSettings("low-precision", draft_bits=8), DraftSettings("low-precision", draft_group=64)
     small_head = DraftSettings("low-precision", draft_head_bits=4)
     assert [c.settings for c in found] == [COPY, FOUR, wide, small_head, eight, DraftSettings("hybrid")]
@@ -98,10 +123,10 @@ def test_all_drafters_are_profiled_and_the_hybrid_takes_the_best_that_runs_layer
 
 
 def test_what_cannot_be_tried_here_is_said(
-    trials: Trials, make_requests: Callable[[int, int], list[Request]], monkeypatch: pytest.MonkeyPatch
+    trials: Trials, prompts: Callable[[int, int], list[Prompt]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "enabled", False)
-    found = trials.candidates(make_requests(1, 8), SamplingParams())
+    found = trials.candidates(prompts(1, 8), SamplingParams())
     assert [c.settings for c in found] == [COPY]
     assert trials.skipped.pop("hybrid") == "no drafter was tried that runs layers"
     assert set(trials.skipped) == {
@@ -111,18 +136,81 @@ def test_what_cannot_be_tried_here_is_said(
 
 
 def test_every_size_of_a_draft_vocabulary_is_tried_with_the_best_of_each_drafter(
-    own_checkpoint: Path, make_requests: Callable[[int, int], list[Request]]
+    own_checkpoint: Path, prompts: Callable[[int, int], list[Prompt]]
 ) -> None:
     counts = TokenCounts(VOCAB)
     counts.add("test", [list(range(100))])
     write_draft_vocab(own_checkpoint, counts.draft_vocab(own_checkpoint, [END], 1000))
     config = SweepConfig(
-        max_draft_tokens=3, context_length=40, repeats=1, draft_vocab=(20, 5000), drafters=("copy", "low-precision")
+        max_draft_tokens=3, context_lengths=(40,), repeats=1, draft_vocab=(20, 5000), drafters=("copy", "low-precision")
     )
-    trials = Trials(Engine(load_decoder(str(own_checkpoint)), numerics="fast"), str(own_checkpoint), config, 0.0)
-    found = trials.candidates(make_requests(1, 12), SamplingParams())
+    trials = make_trials(load_decoder(str(own_checkpoint)), str(own_checkpoint), config)
+    found = trials.candidates(prompts(1, 12), SamplingParams())
     sizes = [c.settings.draft_vocab for c in found]
     assert sizes[:5] == [None] * 5 and sizes[5] == 20 and len(sizes) == 7
     assert sizes[6] is not None and 20 < sizes[6] <= 101, "no more than are ranked"
     assert all(c.settings.drafter == "low-precision" for c in found[1:])
     assert len({c.label for c in found}) == 7
+
+
+def test_counts_are_kept_per_prompt_and_summed_by_domain(
+    trials: Trials, prompts: Callable[[int, int], list[Prompt]]
+) -> None:
+    trials.config = replace(trials.config, drafters=("copy",))
+    [found] = trials.candidates(prompts(3, 16), SamplingParams())
+    assert [domain for domain, _ in trials.counted["copy"]] == ["even", "odd", "even"]
+    parts = [trials.sum("copy", domain) for domain in ("even", "odd", None, "none")]
+    assert [stats.emitted for stats in parts] == [32, 16, 48, 0]
+    again = of_rounds(COPY, parts[2], found.known.costs)
+    assert again == found
+
+
+def test_what_an_interrupted_sweep_counted_is_not_decoded_again(
+    trials: Trials, prompts: Callable[[int, int], list[Prompt]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials.config, trials.kept = replace(trials.config, drafters=("copy",)), Kept({"a": 1})
+    first = trials.candidates(prompts(2, 16), SamplingParams())
+
+    def generate(*_: Any) -> Any:
+        raise AssertionError("decoded again")
+
+    again = Trials(trials.engine, "no directory", trials.config, trials.book, 40.0, Processes(), Kept({"a": 1}))
+    monkeypatch.setattr(trials.engine, "generate", generate)
+    assert again.candidates(prompts(2, 16), SamplingParams()) == first
+    assert again.counted == trials.counted
+
+
+class OneOfTwo(Processes):
+    """The main of two processes; what the other one answers is given."""
+
+    def __init__(self, other: Any) -> None:
+        super().__init__()
+        self.count, self.other = 2, other
+
+    def gather(self, values: Any) -> Any:
+        return [*values, *self.other]
+
+    def from_main(self, make: Any) -> Any:
+        raise AssertionError("the other process is not here")
+
+
+def test_a_drafter_that_one_process_cannot_make_is_tried_by_none(
+    decoder: LayeredDecoder, prompts: Callable[[int, int], list[Prompt]]
+) -> None:
+    config = SweepConfig(max_draft_tokens=3, context_lengths=(40,), repeats=1, drafters=("copy",))
+    trials = make_trials(decoder, "no directory", config, OneOfTwo(["no memory there"]))
+    assert trials.candidates(prompts(2, 16), SamplingParams()) == []
+    assert trials.skipped == {"copy": "no memory there"}
+
+
+def test_reference_answers_profile_layer_skip_alone(
+    trials: Trials, prompts: Callable[[int, int], list[Prompt]]
+) -> None:
+    trials.config = replace(trials.config, source="reference")
+    assert trials.candidates(prompts(2, 16), SamplingParams()) == []
+    assert set(trials.skipped) == {"copy", "low-precision", "hybrid"}, "there is no exit head to be named"
+
+
+def test_items_are_spread_over_the_whole() -> None:
+    assert spread_evenly(list(range(10)), 4) == [0, 2, 5, 7]
+    assert spread_evenly([1, 2], 4) == [1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -53,6 +54,77 @@ def test_costs_are_composed_of_their_pieces() -> None:
     assert COSTS.head_share(4) == pytest.approx(20 / 50)
     assert COSTS.overhead_ratio == pytest.approx(0.05)
     assert COSTS.composed_over_measured == pytest.approx(1.0)
+
+
+def test_the_unit_is_a_plain_step_in_the_engine() -> None:
+    costs = replace(COSTS, plain_overhead=25.0)
+    assert costs.step == 125
+    assert costs.cost_ratio(4) == pytest.approx(50 / 125)
+    assert costs.verify_ratio(4, 2) == pytest.approx(124 * 100 / 100 / 125)
+    assert costs.overhead_ratio == pytest.approx(5 / 125)
+    assert costs.head_share(4) == pytest.approx(20 / 50)
+    assert costs.composed_over_measured == pytest.approx(1.0), "of passes alone"
+
+
+def test_spread() -> None:
+    assert objective.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
+    assert objective.spread([3.0]) == objective.spread([]) == 0.0
+
+
+SAMPLES = {
+    "plain": [10.0, 20.0, 40.0],
+    "embed": [1.0, 2.0, 4.0],
+    "draft head": [2.0, 4.0, 8.0],
+    "one": [3.0, 6.0, 12.0],
+    "all": [5.0, 10.0, 20.0],
+    "head 1": [4.0, 8.0, 16.0],
+    "head 2": [5.0, 10.0, 20.0],
+}
+PIECES = {1: ("one", "all", "head 1"), 2: ("one", "all", "head 2")}
+
+
+def sampled() -> Costs:
+    return Costs.of_samples(SAMPLES, PIECES, num_layers=3, overhead=1.0, plain_overhead=2.0, context_length=64)
+
+
+def test_figures_are_medians_of_the_samples() -> None:
+    costs = sampled()
+    assert (costs.plain, costs.embed, costs.draft_head) == (20, 2, 4)
+    assert (costs.one_layer, costs.all_layers) == ({1: 6, 2: 6}, {1: 10, 2: 10})
+    assert costs.verify_heads == {1: 8, 2: 10}
+    assert (costs.overhead, costs.plain_overhead, costs.context_length) == (1, 2, 64)
+    assert costs.spread() == pytest.approx((30 - 15) / 20)
+
+
+def test_resampling_draws_whole_repeats() -> None:
+    # Repeat by repeat all pieces are slower together, so a bootstrap of repeats keeps their ratios.
+    costs, draw, plains = sampled(), random.Random(0), set()
+    for _ in range(50):
+        again = costs.resampled(draw)
+        plains.add(again.plain)
+        factor = again.plain / costs.plain
+        assert again.embed == factor * costs.embed and again.verify_heads[2] == factor * costs.verify_heads[2]
+        kept = ("overhead", "plain_overhead", "context_length", "batch_size", "num_layers")
+        assert all(getattr(again, name) == getattr(costs, name) for name in kept)
+    assert plains == {10, 20, 40}, "each median; missed in 1 of a million such tests"
+    assert COSTS.resampled(draw) == COSTS
+
+
+def test_costs_between_and_beyond_two_lengths() -> None:
+    low = replace(COSTS, context_length=100, exact_over_fast=1.0)
+    passes = {rows: 2 * seconds for rows, seconds in COSTS.all_layers.items()}
+    high = replace(low, context_length=300, plain=200.0, all_layers=passes, exact_over_fast=2.0)
+    middle = objective.between(low, high, 150)
+    assert (middle.context_length, middle.plain, middle.embed) == (150, 125, 1)
+    assert middle.all_layers == {rows: pytest.approx(1.25 * s) for rows, s in COSTS.all_layers.items()}
+    assert middle.exact_over_fast == pytest.approx(1.25)
+    assert objective.between(low, high, 500).plain == 300
+    assert objective.between(low, high, 60).plain == 80
+    assert objective.between(low, high, 0).plain == 50
+    steep = replace(high, plain=1000.0)
+    assert objective.between(low, steep, 0).plain == 50, "never below half of the smaller"
+    assert objective.between(low, low, 1000) is low
+    assert objective.between(low, replace(high, exact_over_fast=None), 150).exact_over_fast is None
 
 
 def test_the_window_holds_its_ends() -> None:

@@ -28,8 +28,10 @@ from selfspec_tune.sweep import confirm, record, select
 from selfspec_tune.sweep.candidates import Candidate, Trials
 from selfspec_tune.sweep.confirm import Confirmed
 from selfspec_tune.sweep.objective import Cell, Costs
-from selfspec_tune.sweep.profile import Profile
+from selfspec_tune.sweep.processes import Processes
+from selfspec_tune.sweep.profile import Prompt
 from selfspec_tune.sweep.record import Decision
+from selfspec_tune.sweep.tally import Profile, PromptTally
 
 COSTS = Costs(
     num_layers=5,
@@ -70,13 +72,16 @@ def decide(
 
 
 def test_every_cell_gets_both_scores() -> None:
-    profile = Profile(5, {1: 0.2, 2: 0.5}, {(2, 1): 1.5, (1, 1): 1.2, (2, 2): 1.7}, 3, 90, 20.0)
-    cells = select.score(profile, COSTS)
-    assert [(c.exit_layer, c.num_draft_tokens) for c in cells] == [(1, 1), (2, 1), (2, 2)]
-    assert cells[2].cost_ratio == pytest.approx(0.3)
-    assert cells[2].verify_ratio == pytest.approx(1.0)
-    assert cells[2].speedup_model == pytest.approx(1.75 / 1.6)
-    assert cells[2].speedup_predicted == pytest.approx(1.7 / (0.6 + 1.0 + 0.02))
+    tally = PromptTally(
+        "a", "", 11, 20.0, 10, [2.0, 5.0], [[10.0, 10.0], [10.0, 10.0]], [[12.0, 15.0], [12.0, 17.0]], 10.0
+    )
+    cells = select.score(Profile(3, [tally]), COSTS)
+    assert [(c.exit_layer, c.num_draft_tokens) for c in cells] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert cells[3].alpha == pytest.approx(0.5) and cells[3].tokens_per_round == pytest.approx(1.7)
+    assert cells[3].cost_ratio == pytest.approx(0.3)
+    assert cells[3].verify_ratio == pytest.approx(1.0)
+    assert cells[3].speedup_model == pytest.approx(1.75 / 1.6)
+    assert cells[3].speedup_predicted == pytest.approx(1.7 / (0.6 + 1.0 + 0.02))
 
 
 def test_the_better_prediction_comes_first_and_of_equals_the_smaller() -> None:
@@ -132,8 +137,8 @@ def test_prompts_to_confirm_with_are_those_not_profiled(
     available: int, asked: int, profiled: int, confirming: int, make_requests: MakeRequests
 ) -> None:
     requests = make_requests(available, 96)
-    first, others = confirm.split(requests, asked)
-    assert first == requests[:profiled] and len(others) == confirming
+    first, others = confirm.split([Prompt(request) for request in requests], asked)
+    assert [prompt.request for prompt in first] == requests[:profiled] and len(others) == confirming
     assert {r.max_new_tokens for r in others} == {64}
     if available > 1:
         assert [r.id for r in others] == [r.id for r in requests[profiled : profiled + confirming]]
@@ -146,6 +151,12 @@ def test_what_may_be_noise_is_not_enabled() -> None:
     assert not noise.enabled and "may be noise" in noise.reason
     assert decide(found, [wide, result(FOUR, 1.05)]).candidate is found[1], "a smaller gain that is sure"
     assert not decide(found, [replace(result(COPY, 1.1), drafted_share=0.0)]).enabled
+
+
+def no_book(engine: Engine, config: SweepConfig) -> Trials:
+    """Trials that confirm only, for which nothing is measured."""
+    book: Any = None
+    return Trials(engine, "m", config, book, 0.0, Processes())
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0)], ids=["greedy", "sampled"])
@@ -161,7 +172,7 @@ def test_confirming_decodes_in_turn(
 
     monkeypatch.setattr(engine, "generate", spy)
     first, second = make_requests(2, 10)
-    trials = Trials(engine, "m", SweepConfig(max_draft_tokens=3), 0.0)
+    trials = no_book(engine, SweepConfig(max_draft_tokens=3))
     [found] = confirm.confirm(trials, [first, second], params, [candidate(COPY, 1.3, 1.0)])
     one = [(first.id, "", 0), (first.id, "copy", 3), (second.id, "copy", 3), (second.id, "", 0)]
     assert calls == one * 2, "A B B A"
@@ -178,7 +189,7 @@ def test_changed_tokens_are_seen(make_requests: MakeRequests) -> None:
         return [SimpleNamespace(token_ids=[1, 2, 3, 4, 6 if drafter else 5])], stats
 
     engine: Any = SimpleNamespace(decoder=SimpleNamespace(num_layers=5), generate=generate)
-    trials = Trials(engine, "m", SweepConfig(), 0.0)
+    trials = no_book(engine, SweepConfig())
     [found] = confirm.confirm(trials, make_requests(2, 10), SamplingParams(), [candidate(COPY, 1.3, 1.0)])
     # Prefill does not count: one second against two.
     assert (found.identical, found.speedup, found.tokens_per_round, found.drafted_share) == (False, 2.0, 2.0, 1.0)
@@ -187,13 +198,22 @@ def test_changed_tokens_are_seen(make_requests: MakeRequests) -> None:
 @pytest.fixture
 def quick(prompts: Path) -> SweepConfig:
     return SweepConfig(
-        prompts=prompts, raw=True, num_prompts=5, max_new_tokens=12, max_draft_tokens=3, context_length=40, repeats=2
+        prompts=prompts,
+        raw=True,
+        num_prompts=5,
+        max_new_tokens=12,
+        max_draft_tokens=3,
+        context_lengths=(40, 100),
+        repeats=2,
     )
 
 
 def sweep(checkpoint: Path, make_requests: MakeRequests, config: SweepConfig, name: str | None = None) -> select.Sweep:
     engine = Engine(load_decoder(str(checkpoint)), numerics="fast")
-    return select.sweep(name or str(checkpoint), engine, make_requests(7, config.max_new_tokens), config)
+    prompts = [Prompt(request) for request in make_requests(7, config.max_new_tokens)]
+    found = select.sweep(name or str(checkpoint), engine, prompts, config)
+    assert found is not None
+    return found
 
 
 def test_a_sweep_writes_an_artifact_that_can_be_read(
@@ -278,6 +298,7 @@ def test_where_nothing_can_pay_one_drafter_is_confirmed(
 
     found = [candidate(COPY, best, 1.0), candidate(SKIP, best, 1.1), candidate(FOUR, best, 1.2)]
     monkeypatch.setattr(Trials, "candidates", lambda *_: found)
+    monkeypatch.setattr(Trials, "sum", lambda *_: Stats())
     monkeypatch.setattr(select, "confirm", record)
     sweep(own_checkpoint, make_requests, replace(quick, confirm=2))
     assert asked == found[:tried]
@@ -287,16 +308,16 @@ def test_where_nothing_can_pay_one_drafter_is_confirmed(
     ("changes", "message"),
     [
         ({"window": (0.1, 0.15)}, "no exit layer lies in the window"),
-        ({"context_length": 1021}, "does not fit the model's context"),
+        ({"context_lengths": (1021, 4000)}, "no context length to measure costs at fits"),
     ],
 )
 def test_what_cannot_work_fails_at_once(
     changes: dict[str, Any], message: str, decoder: LayeredDecoder, make_requests: MakeRequests, quick: SweepConfig
 ) -> None:
     with pytest.raises(UserError, match=message):
-        select.check_fits(decoder, make_requests(2, 12), replace(quick, **changes))
+        select.check_fits(decoder, [Prompt(r) for r in make_requests(2, 12)], replace(quick, **changes))
     with pytest.raises(UserError, match="longer than the model's context"):
-        select.check_fits(decoder, make_requests(2, 1022), quick)
+        select.check_fits(decoder, [Prompt(r) for r in make_requests(2, 1022)], quick)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +326,8 @@ def test_what_cannot_work_fails_at_once(
         ({"prompts": None}, "needs prompts"),
         ({"num_prompts": 0}, "--num-prompts is too small"),
         ({"max_draft_tokens": 0}, "--max-draft-tokens is too small"),
-        ({"context_length": 15}, "--context-length is too small"),
+        ({"context_lengths": (128, 15)}, "--context-lengths is too small"),
+        ({"batch_sizes": ()}, "--batch-sizes is too small"),
         ({"draft_vocab": (0,)}, "--draft-vocab is too small"),
         ({"confirm": -1}, "--confirm is too small"),
         ({"max_new_tokens": 4}, "too short to hold a whole round"),
@@ -319,7 +341,7 @@ def test_options_that_cannot_work(changes: dict[str, Any], message: str, quick: 
         check_options(replace(quick, **changes))
 
 
-ARGUMENTS = ["--num-prompts", "5", "--max-new-tokens", "12", "--max-draft-tokens", "2", "--context-length", "40"]
+ARGUMENTS = ["--num-prompts", "5", "--max-new-tokens", "12", "--max-draft-tokens", "2", "--context-lengths", "40,100"]
 
 
 def test_the_command_prints_one_json_object(own_checkpoint: Path, prompts: Path) -> None:
@@ -334,7 +356,7 @@ def test_the_command_prints_one_json_object(own_checkpoint: Path, prompts: Path)
     assert set(printed["alpha_by_exit"]) == {"1", "2", "3"}
     assert printed["confirmed"][0]["identical"] is True
     assert printed["path"] == str(own_checkpoint / artifacts.FILE_NAME)
-    assert printed["plain_tokens_per_second"] > 0 and printed["exact_over_fast"] > 0
+    assert printed["plain_tokens_per_second"] > 0 and printed["costs"][0]["exact_over_fast"] > 0
     assert "better_outside_window" in printed
 
 
@@ -347,7 +369,7 @@ def test_the_command_draws_the_cells_and_says_what_it_chose(
     command += ["--report", str(report)]
     done = CliRunner().invoke(app, [*command, "--confirm", "0", "--numerics", "fast"], catch_exceptions=False)
     assert done.exit_code == 0
-    assert "only 3 prompts" in done.stderr
+    assert "only 2 prompts were profiled" in done.stdout
     for piece in ("E=1", "E=3", "k=2", "speculation o", "needed", "written: ", "hybrid", "8-bit"):
         assert piece in done.stdout
     assert f"report: {report / 'index.html'}" in done.stderr

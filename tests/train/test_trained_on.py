@@ -170,7 +170,7 @@ def test_sweep_exit_warns_of_prompts_that_were_trained_on(
         file = tmp_path / "prompts.jsonl"
         file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8")
         options = ["--raw", "--num-prompts", 6, "--max-new-tokens", 8, "--max-draft-tokens", 2, "--repeats", 1]
-        options += ["--context-length", 32, "--confirm", 0, "--drafters", "copy", "--numerics", "fast", "--json"]
+        options += ["--context-lengths", 32, "--confirm", 0, "--drafters", "copy", "--numerics", "fast", "--json"]
         command = ["selfspec", "sweep-exit", model, "--prompts", file, *options]
         monkeypatch.setattr(sys, "argv", list(map(str, command)))
         with pytest.raises(SystemExit) as stopped:

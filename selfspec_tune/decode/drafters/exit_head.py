@@ -45,6 +45,9 @@ class ExitHeadDrafter(LayerSkipDrafter):
         """Begin new requests: from here on, passes of the target leave the head's keys and values too."""
         self.decoder.tap = self.tap
 
+    def use_exit(self, exit_layer: int) -> None:
+        """Change nothing: the head was trained for its exit."""
+
     def adapt(self, hidden: Tensor, positions: Tensor, cache: SharedKVCache) -> Tensor:
         """Run the head's layer on [B, T, d] hidden states at exit E; it is no target arithmetic: nothing is padded."""
         return self.decoder.run_layers(hidden, positions, cache, self.layer, self.layer + 1, pad=False)
