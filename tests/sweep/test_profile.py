@@ -204,7 +204,8 @@ def test_sampled_acceptance_against_the_hidden_states_of_transformers(
     expected = (found[:-1] / found[-1]).clamp_max(1)
     assert (weights.shape, own) == ((7, 89), 89.0)
     small = expected < profile.LEAST_WEIGHT
-    assert 0 < small.sum() < small.numel() / 2 and 0.1 < expected.mean() < 0.9, "too easy to test anything"
+    assert small.any() or params == SAMPLED["plain"], "nothing to leave out"
+    assert small.sum() < small.numel() / 2 and 0.1 < expected.mean() < 0.9, "too easy to test anything"
     assert (weights[small] <= profile.LEAST_WEIGHT * 1.01).all()
     relative = 0.006 if params.top_p < 1 and not params.top_k else 1e-4
     torch.testing.assert_close(weights[~small], expected[~small], atol=1e-5, rtol=relative)

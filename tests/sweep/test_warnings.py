@@ -80,6 +80,12 @@ def test_exits_that_never_agree_are_named() -> None:
     assert line.startswith("check the norm: even exit 2 of 3 has α = 0.02")
 
 
+def test_rounding_is_not_called_a_missing_norm() -> None:
+    tally = PromptTally("a", "", 101, 60.0, 100, [70.0, 80.0], [[50.0] * 2], [[100.0] * 2], own=94.0)
+    assert warnings.of_profile(Profile(3, [tally] * 200), approximate=False) == []
+    assert len(warnings.of_profile(Profile(3, [replace(tally, own=86.0)] * 200), approximate=False)) == 1
+
+
 def layer_skip(alpha: float) -> Candidate:
     """Layer skip at exit 3, which promises to pay: a draft step costs a fifth of a plain one."""
     one, all_ = (dict.fromkeys(range(1, 5), seconds) for seconds in (0.1, 1.0))
