@@ -107,7 +107,7 @@ class Engine:
         for request in requests:
             self.check(request)
         with torch.inference_mode():
-            self._claim_decoder()
+            self.claim_decoder()
             run = _Run(self, requests, params, drafter, policy or DraftPolicy(0), on_text)
             return run.completions, run.decode()
 
@@ -124,12 +124,12 @@ class Engine:
 
         The cache's contents are whatever they are.
         """
-        self._claim_decoder()
+        self.claim_decoder()
         drafter.start(texts)
         cache = self.cache_for(len(texts[0]) + 2 * MAX_DRAFT_TOKENS)
         return cache, torch.tensor([text[-1] for text in texts], device=self.decoder.device)
 
-    def _claim_decoder(self) -> None:
+    def claim_decoder(self) -> None:
         """Set the decoder to this engine's numerics; a drafter that has a tap sets it when it starts."""
         self.decoder.rows, self.decoder.exact, self.decoder.tap = self.rows, self.numerics == "exact", None
 

@@ -33,7 +33,7 @@ class Confirmed:
         speedup: over plain decoding, median over prompts and turns; `spread` its interquartile range over median.
         low: the lower quartile; it must be above 1, as a drafter that is never used measures 1 and noise.
         identical: whether all tokens equal plain decoding's; None where they are sampled and need not.
-        alpha: of the tested draft tokens how many stood; None where none was tested.
+        alpha: of the `num_tested` draft tokens tested how many stood; None where none was tested.
         drafted_share: of the decoded tokens how many came from rounds that drafted; the others from plain steps.
     """
 
@@ -47,6 +47,7 @@ class Confirmed:
     num_prompts: int
     num_tokens: int
     alpha: float | None = None
+    num_tested: int = 0
 
 
 def split(prompts: Sequence[Prompt], num_prompts: int) -> tuple[list[Prompt], list[Request]]:
@@ -99,6 +100,7 @@ def confirm(
                     num_prompts=len(requests),
                     num_tokens=counted.emitted // CONFIRM_ROUNDS,
                     alpha=counted.alpha,
+                    num_tested=counted.tested,
                 )
             )
     trials.progress("confirm", total, total)

@@ -90,6 +90,7 @@ class Profiler:
             completions, _ = self.engine.generate([prompt.request for prompt in prompts], self.params)
             texts = [completion.token_ids for completion in completions]
         else:
+            self.engine.claim_decoder()
             texts = [list(prompt.answer_ids or ()) for prompt in prompts]
         generated = time.perf_counter() - begin
         # After generating, the prompts' keys and values are still there: rolling back to a prompt's end is setting an

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
 
 from selfspec_tune.sweep.candidates import Candidate
 from selfspec_tune.sweep.confirm import Confirmed
@@ -21,8 +22,8 @@ COLLAPSED = 0.1
 """Where even the deepest exit is accepted less often than this, no exit is worth much: or its norm is missing."""
 FAR_BELOW = 0.5
 """Part of the profile's α from which the α of real decoding is called far below it."""
-FEW_TESTED = 50
-"""Draft tokens decoded below which the two are not compared."""
+SURE = 3
+"""Standard deviations below which it must lie besides: a policy soon leaves a drafter that fails, so few are tested."""
 
 
 def of_profile(profile: Profile, *, approximate: bool) -> list[str]:
@@ -89,10 +90,10 @@ def of_confirmed(candidates: Sequence[Candidate], confirmed: Sequence[Confirmed]
     for result in confirmed:
         candidate = by_label[result.label]
         expected, found = candidate.alpha, result.alpha
-        tested = result.drafted_share * result.num_tokens
-        if candidate.settings.drafter != "layer-skip" or expected is None or found is None or tested < FEW_TESTED:
+        if candidate.settings.drafter != "layer-skip" or expected is None or found is None:
             continue
-        if found < FAR_BELOW * expected:
+        deviation = sqrt(expected * (1 - expected) / result.num_tested)
+        if found < min(FAR_BELOW * expected, expected - SURE * deviation):
             lines.append(
                 f"check the norm: {result.label} was accepted with α = {found:.2f} when decoding, and the profile says "
                 f"{expected:.2f}; the draft's norm or head is not the profile's"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from selfspec_tune.decode import sampling
 from selfspec_tune.decode.sampling import Noise, SamplingParams, distribution, draw, draw_with_gumbel
 from selfspec_tune.errors import UserError
 
@@ -92,3 +93,55 @@ def test_a_token_at_minus_infinity_has_probability_zero_and_is_never_drawn(param
 
 def test_a_tiny_temperature_is_greedy_not_nan():
     assert distribution(LOGITS, SamplingParams(1e-38)).tolist() == [0, 1, 0, 0]
+
+
+def many_rows() -> torch.Tensor:
+    """Flat rows, which need all tokens, peaked ones, which need few, and ties: logits [8, 3000]."""
+    noise = torch.randn(8, 3000, generator=torch.Generator().manual_seed(3))
+    scales = torch.tensor([0.0, 0.01, 1.0, 2.0, 4.0, 8.0, 1.0, 30.0])[:, None]
+    logits = noise * scales
+    # A few values only: the set ends among hundreds of equals, within one sort's reach and beyond it.
+    logits[6] = (logits[6] * 2).round() * 2
+    return logits
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("top_k", [0, 500])
+def test_a_nucleus_found_among_the_most_probable_is_that_of_a_full_sort(top_p, top_k, monkeypatch):
+    params, logits = SamplingParams(1.0, top_k=top_k, top_p=top_p), many_rows()
+    found = distribution(logits, params)
+    monkeypatch.setattr(sampling, "NUCLEI", ())
+    assert torch.equal(found, distribution(logits, params))
+    sizes = (found > 0).sum(-1)
+    if top_p == 0.9 and not top_k:
+        assert (sizes > 1024).any() and (sizes < 64).any() and ((sizes > 64) & (sizes < 1024)).any()
+
+
+@pytest.mark.parametrize("equals", [3, 63, 64, 65, 200, 1024, 1025])
+def test_of_equals_at_the_boundary_the_first_are_kept(equals, monkeypatch):
+    """Equals that start before, at and after the end of what is sorted first; half of them are in the nucleus."""
+    logits = torch.full((2, 3000), -9.0)
+    places = torch.randperm(3000, generator=torch.Generator().manual_seed(equals))[:equals].sort().values
+    logits[:, places] = 5.0
+    logits[1, 1234] = 9.0
+    share = logits.softmax(-1)[:, places[0]].double() * (equals // 2)
+    for row, p in ((0, share[0]), (1, share[1] + logits.softmax(-1)[1, 1234].double())):
+        params = SamplingParams(1.0, top_p=float(p) - 1e-5)
+        found = distribution(logits, params)
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling, "NUCLEI", ())
+            assert torch.equal(found, distribution(logits, params))
+        kept = set(found[row].nonzero()[:, 0].tolist()) - {1234}
+        expected = [place for place in places.tolist() if place != 1234]
+        assert kept == set(expected[: len(kept)]) and abs(len(kept) - equals // 2) <= 1
+
+
+def test_a_nucleus_does_not_depend_on_the_rows_beside_it():
+    logits = many_rows()
+    for top_p in (0.3, 0.9):
+        params = SamplingParams(0.8, top_p=top_p)
+        together = distribution(logits, params)
+        for row in range(len(logits)):
+            assert torch.equal(distribution(logits[row], params), together[row])
+        assert torch.equal(distribution(logits.flip(0), params), together.flip(0))
+        assert torch.equal(distribution(logits.view(2, 4, -1), params), together.view(2, 4, -1))
