@@ -214,6 +214,29 @@ def test_drafters_are_compared_on_a_tiny_model(checkpoint: Path, tmp_path: Path)
     assert result["drafters"]["low-precision-8"]["all"]["speedup"] > 0
 
 
+@pytest.mark.parametrize("sampling", [(), ("--temperature", "0.9", "--top-p", "0.9")], ids=["greedy", "sampled"])
+def test_the_profile_is_held_against_decoding(checkpoint: Path, tmp_path: Path, sampling: tuple[str, ...]) -> None:
+    prompts = tmp_path / "code.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(3)))
+    arguments = ("--num-prompts", "3", "--max-new-tokens", "20", "--exits", "2,4", "--num-draft-tokens", "1,3", "--raw")
+    done = run("bench_profile", checkpoint, "--prompts", prompts, *arguments, *sampling, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (len(result["cells"]), result["generated_together"]) == (4, 4)
+    assert sampling or result["outside"] == 0
+
+
+def test_predictions_are_held_against_the_clock(checkpoint: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "code.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(2)))
+    arguments = ("--num-prompts", "2", "--max-new-tokens", "16", "--exits", "2", "--num-draft-tokens", "1,2", "--raw")
+    done = run("bench_prediction", checkpoint, "--prompts", prompts, *arguments, "--repeats", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [cell["num_draft_tokens"] for cell in result["cells"]] == [1, 2]
+    assert all(cell["predicted"] > 0 and cell["measured"] > 0 for cell in result["cells"])
+
+
 def test_a_finished_demo_step_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     demo = load("demo", monkeypatch)
     calls: list[list[str]] = []

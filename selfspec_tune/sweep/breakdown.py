@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from selfspec_tune.decode.drafters.make import DraftSettings
@@ -10,7 +11,7 @@ from selfspec_tune.decode.price import write_costs
 from selfspec_tune.sweep.candidates import Candidate, Trials, layer_skip_costs, of_rounds
 from selfspec_tune.sweep.costs import CostBook
 from selfspec_tune.sweep.objective import Cell, Costs, alpha_needed, speedup_model, speedup_predicted
-from selfspec_tune.sweep.tally import Profile
+from selfspec_tune.sweep.tally import RESAMPLES, Profile, interval
 
 WISH = 1.2
 """The speed-up for which the α needed is shown."""
@@ -40,6 +41,30 @@ def score(profile: Profile, costs: Costs, intervals: Intervals | None = None) ->
             )
         )
     return sorted(cells, key=lambda cell: (cell.exit_layer, cell.num_draft_tokens))
+
+
+def with_intervals(
+    cells: Sequence[Cell], profile: Profile, book: CostBook
+) -> tuple[list[Cell], dict[tuple[int, int], tuple[float, float]]]:
+    """Return the cells with 95 % intervals of the predicted speed-up: prompts and repeats of the costs drawn again.
+
+    Besides, by cell, the widths of the intervals from the costs alone and from the prompts alone.
+    """
+    samples, costs = profile.tokens_samples(), book.resamples(profile.context, RESAMPLES)
+    fixed, found, parts = book.at(profile.context), [], {}
+    for cell in cells:
+        exit_layer, k = cell.exit_layer, cell.num_draft_tokens
+
+        def predicted(tokens: float, each: Costs, exit_layer: int = exit_layer, k: int = k) -> float:
+            ratios = each.cost_ratio(exit_layer), each.verify_ratio(exit_layer, k)
+            return speedup_predicted(tokens, *ratios, k, each.overhead_ratio)
+
+        both = [predicted(*pair) for pair in zip(samples[exit_layer, k], costs, strict=True)]
+        found.append(replace(cell, interval=interval(both)))
+        of_costs = interval([predicted(cell.tokens_per_round, each) for each in costs])
+        of_prompts = interval([predicted(tokens, fixed) for tokens in samples[exit_layer, k]])
+        parts[exit_layer, k] = of_costs[1] - of_costs[0], of_prompts[1] - of_prompts[0]
+    return found, parts
 
 
 def ranked(cells: Iterable[Cell]) -> list[Cell]:
@@ -80,9 +105,7 @@ def layer_skip_by_context(profile: Profile, book: CostBook, exits: Sequence[int]
     return rows
 
 
-def choice_by_context(
-    choice: Candidate, trials: Trials, by_context: Sequence[dict[str, Any]], exits: Sequence[int]
-) -> list[dict[str, Any]]:
+def choice_by_context(choice: Candidate, trials: Trials, by_context: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return `by_context` of `selfspec.json` for the drafter chosen: layer skip moves its exit, others have one."""
     rows = []
     for entry in by_context:
@@ -103,11 +126,14 @@ def choice_by_context(
 def by_domain(
     profile: Profile, trials: Trials, choice: Candidate, candidates: Sequence[Candidate], exits: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return for every domain the best drafter and what the one chosen for all loses there; empty without domains."""
+    """Return for every domain the best drafter and what the one chosen for all loses there; empty without domains.
+
+    All are scored at the costs of the prompts' mean context length, so that only acceptance differs.
+    """
     rows = []
     for domain in profile.domains:
         part = profile.of_domain(domain)
-        cells = score(part, trials.book.at(part.context))
+        cells = score(part, trials.book.at(trials.context_length))
         found = []
         for candidate in candidates:
             settings = candidate.settings

@@ -187,7 +187,7 @@ class Trials:
             others = [name for name in asked if name != "layer-skip" and (name != "exit-head" or self._has_exit_head())]
             self.skipped |= dict.fromkeys(others, "it is profiled by decoding: --source generated")
             return found
-        requests = spread_evenly(prompts, TRIAL_PROMPTS)
+        requests = some_of_each_domain(prompts, TRIAL_PROMPTS)
         plain = [DraftSettings("copy")] if "copy" in asked else []
         if "low-precision" in asked:
             plain += [DraftSettings("low-precision", draft_group=int(group)) for group in get_args(DraftGroup)]
@@ -277,6 +277,15 @@ class Trials:
             if domain is None or name == domain:
                 total.add(stats)
         return total
+
+
+def some_of_each_domain(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Return about `count` prompts, as many of each domain as there are, at even distances; at least one of each."""
+    domains = sorted({prompt.domain for prompt in prompts})
+    chosen = []
+    for domain in domains:
+        chosen += spread_evenly([p for p in prompts if p.domain == domain], max(1, count // len(domains)))
+    return chosen
 
 
 def spread_evenly(items: Sequence[T], count: int) -> list[T]:

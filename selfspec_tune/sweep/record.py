@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,8 @@ from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.price import measured_on
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.load import checkpoint_dir
-from selfspec_tune.sweep.candidates import Candidate
-from selfspec_tune.sweep.confirm import Confirmed
+from selfspec_tune.sweep.decision import Decision
 from selfspec_tune.sweep.tally import Profile
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The best drafter, its measured speed-up where it was tried, whether to speculate with it, and why."""
-
-    candidate: Candidate
-    confirmed: Confirmed | None
-    enabled: bool
-    reason: str
 
 
 def build_artifact(model: str, engine: Engine, config: SweepConfig, profile: Profile, choice: Decision) -> Artifact:

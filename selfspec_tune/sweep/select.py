@@ -30,16 +30,18 @@ from selfspec_tune.sweep.breakdown import (
     needed_for,
     ranked,
     score,
+    with_intervals,
 )
 from selfspec_tune.sweep.candidates import Candidate, Trials, of_cell
 from selfspec_tune.sweep.confirm import Confirmed, confirm, split
 from selfspec_tune.sweep.costs import CostBook, contexts_that_fit
+from selfspec_tune.sweep.decision import decide, off_everywhere, ranked_candidates
 from selfspec_tune.sweep.kept import Kept
 from selfspec_tune.sweep.objective import Cell, Costs, why_not
 from selfspec_tune.sweep.processes import Processes
 from selfspec_tune.sweep.profile import Profiler, Prompt, checked
-from selfspec_tune.sweep.record import Decision, build_artifact
-from selfspec_tune.sweep.tally import RESAMPLES, Profile, PromptTally, interval
+from selfspec_tune.sweep.record import build_artifact
+from selfspec_tune.sweep.tally import Profile, PromptTally
 
 CLEARLY_SLOWER = 0.9
 """Where the best prediction is below this one drafter only is confirmed, so that the report holds a measured number."""
@@ -179,8 +181,9 @@ def sweep(
     exact, must_confirm = engine.numerics == "exact", config.confirm > 0
     choice = decide(candidates, confirmed, why_not(inside[0], costs), exact=exact, must_confirm=must_confirm)
     contexts = layer_skip_by_context(profile, book, exits)
-    artifact = build_artifact(model, engine, config, profile, choice)
-    artifact = replace(artifact, by_context=choice_by_context(choice.candidate, trials, contexts, exits))
+    followed = choice_by_context(choice.candidate, trials, contexts)
+    choice = off_everywhere(choice, followed)
+    artifact = replace(build_artifact(model, engine, config, profile, choice), by_context=followed)
     cells, parts = with_intervals(cells, profile, book)
     best = next(cell for cell in cells if _place(cell) == _place(inside[0]))
     found = Sweep(
@@ -257,30 +260,6 @@ def _profile(
     return checked(Profile(engine.decoder.num_layers, [PromptTally(**tally) for tally in done]))
 
 
-def with_intervals(
-    cells: Sequence[Cell], profile: Profile, book: CostBook
-) -> tuple[list[Cell], dict[tuple[int, int], tuple[float, float]]]:
-    """Return the cells with 95 % intervals of the predicted speed-up: prompts and repeats of the costs drawn again.
-
-    Besides, by cell, the widths of the intervals from the costs alone and from the prompts alone.
-    """
-    samples, costs = profile.tokens_samples(), book.resamples(profile.context, RESAMPLES)
-    fixed, found, parts = book.at(profile.context), [], {}
-    for cell in cells:
-        exit_layer, k = cell.exit_layer, cell.num_draft_tokens
-
-        def predicted(tokens: float, each: Costs, exit_layer: int = exit_layer, k: int = k) -> float:
-            ratios = each.cost_ratio(exit_layer), each.verify_ratio(exit_layer, k)
-            return objective.speedup_predicted(tokens, *ratios, k, each.overhead_ratio)
-
-        both = [predicted(*pair) for pair in zip(samples[exit_layer, k], costs, strict=True)]
-        found.append(replace(cell, interval=interval(both)))
-        of_costs = interval([predicted(cell.tokens_per_round, each) for each in costs])
-        of_prompts = interval([predicted(tokens, fixed) for tokens in samples[exit_layer, k]])
-        parts[exit_layer, k] = of_costs[1] - of_costs[0], of_prompts[1] - of_prompts[0]
-    return found, parts
-
-
 def check_fits(decoder: LayeredDecoder, prompts: Sequence[Prompt], config: SweepConfig) -> list[int]:
     """Return the exits in the window; a UserError for whatever would fail only after minutes of work."""
     exits, limit = objective.exits_in(config.window, decoder.num_layers), decoder.family.max_context
@@ -305,75 +284,3 @@ def check_fits(decoder: LayeredDecoder, prompts: Sequence[Prompt], config: Sweep
             command=f"--context-lengths {limit // 2}",
         )
     return exits
-
-
-def ranked_candidates(candidates: list[Candidate]) -> list[Candidate]:
-    """Return candidates by predicted speed-up, the best first; the first of each kind of drafter before any second."""
-    order = sorted(candidates, key=lambda candidate: (-candidate.speedup_predicted, candidate.label))
-    firsts = {candidate.settings.drafter: candidate for candidate in reversed(order)}
-    return sorted(order, key=lambda candidate: candidate is not firsts[candidate.settings.drafter])
-
-
-def decide(
-    candidates: list[Candidate], confirmed: list[Confirmed], why: str, *, exact: bool, must_confirm: bool
-) -> Decision:
-    """Choose a drafter and say whether to speculate with it, and why, and what the runner-up lacks.
-
-    Args:
-        candidates: those that may be chosen, ranked; not empty.
-        confirmed: measurements of some of them; may be empty.
-        why: what keeps the best cell of layer skip from paying.
-        exact: tokens other than plain decoding's are an error.
-        must_confirm: a prediction alone does not enable speculation.
-    """
-    by_label = {candidate.label: candidate for candidate in candidates}
-    passing = [
-        r for r in confirmed if r.low > 1.0 and r.drafted_share > 0 and by_label[r.label].speedup_predicted > 1.0
-    ]
-    best, result = candidates[0], max(passing or confirmed, key=lambda result: result.speedup, default=None)
-    if result is not None:
-        best = by_label[result.label]
-    predicted = f"{best.label} with k = {best.num_draft_tokens} is predicted at ×{best.speedup_predicted:.2f}"
-    predicted += " of plain decoding"
-    if result is None:
-        measured = "not confirmed by decoding"
-    else:
-        measured = f"decoding {result.num_prompts} prompts measured ×{result.speedup:.2f} (spread {result.spread:.0%})"
-        if result.speedup > 1.0 >= result.low:
-            measured += f", which may be noise: a quarter of the runs stayed below ×{result.low:.2f}"
-    if exact and any(tried.identical is False for tried in confirmed):
-        return Decision(best, result, False, f"{predicted}, but speculation changed tokens; see selfspec check MODEL")
-    if best.speedup_predicted <= 1.0:
-        of_grid = best.settings.drafter == "layer-skip" and best.settings.draft_vocab is None
-        cause = why if of_grid else _why_not(best)
-        return Decision(best, result, False, f"{cause}, so {predicted}; {measured}")
-    if not passing if result else must_confirm:
-        return Decision(best, result, False, f"{predicted}, but {measured}")
-    others = [candidate for candidate in candidates if candidate is not best]
-    return Decision(best, result, True, f"{predicted}; {measured}{_runner_up(best, others, confirmed)}")
-
-
-def _why_not(candidate: Candidate) -> str:
-    alpha = "nothing was drafted" if candidate.alpha is None else f"α = {candidate.alpha:.2f}"
-    return (
-        f"{candidate.label}: a step emits {candidate.tokens_per_step:.2f} tokens and costs "
-        f"{candidate.cost_per_step:.2f} plain steps ({alpha}, c = {candidate.cost_ratio:.2f}, "
-        f"v = {candidate.verify_ratio:.2f})"
-    )
-
-
-def _runner_up(best: Candidate, others: list[Candidate], confirmed: list[Confirmed]) -> str:
-    """Say which drafter comes second, and whether it lacks tokens or costs too much."""
-    speeds = {result.label: result.speedup for result in confirmed}
-    tried = [other for other in others if other.label in speeds]
-    second = max(tried or others, key=lambda o: speeds.get(o.label, o.speedup_predicted), default=None)
-    if second is None:
-        return ""
-    lacks = []
-    if second.tokens_per_step < best.tokens_per_step:
-        lacks.append(f"its steps emit fewer tokens ({second.tokens_per_step:.2f} against {best.tokens_per_step:.2f})")
-    if second.cost_per_step > best.cost_per_step:
-        lacks.append(f"its steps cost more ({second.cost_per_step:.2f} against {best.cost_per_step:.2f} plain steps)")
-    how = "measured" if tried else "not tried, predicted"
-    speed = speeds.get(second.label, second.speedup_predicted)
-    return f". Runner-up: {second.label}, {how} ×{speed:.2f}" + (f": {' and '.join(lacks)}" if lacks else "")

@@ -130,7 +130,7 @@ def test_layer_skip_moves_its_exit_with_the_length() -> None:
         {"max_context": 100, "exit_layer": 2, "num_draft_tokens": 3, "speedup_predicted": 1.2},
         {"max_context": 200, "exit_layer": 4, "num_draft_tokens": 0, "speedup_predicted": 0.9},
     ]
-    found = breakdown.choice_by_context(layer_skip(GOOD), trials(costs), entries, EXITS)
+    found = breakdown.choice_by_context(layer_skip(GOOD), trials(costs), entries)
     assert [(e["max_context"], e["exit_layer"], e["num_draft_tokens"]) for e in found] == [(100, 2, 3), (200, 4, 0)]
     for entry, exit_layer in zip(found, (2, 4), strict=True):
         wanted = layer_skip_costs(costs.at(entry["max_context"]), exit_layer, K_MAX)
@@ -147,7 +147,7 @@ def test_other_drafters_are_charged_what_they_cost_at_each_length() -> None:
         return {"copy": DraftCosts(0.0, (1.0, 1.5 if length == 100 else 2.5))}
 
     choice, entries = candidate(COPY, stats), [{"max_context": 100}, {"max_context": 200}]
-    found = breakdown.choice_by_context(choice, trials(book(BASE), {"copy": [("", stats)]}, known), entries, EXITS)
+    found = breakdown.choice_by_context(choice, trials(book(BASE), {"copy": [("", stats)]}, known), entries)
     assert asked == [("copy", 100), ("copy", 200)]
     assert [(e["exit_layer"], e["num_draft_tokens"]) for e in found] == [(None, 2), (None, 0)]
     assert [e["costs"]["copy"]["verify_ratio"][1] for e in found] == [1.5, 2.5]

@@ -214,3 +214,10 @@ def test_reference_answers_profile_layer_skip_alone(
 def test_items_are_spread_over_the_whole() -> None:
     assert spread_evenly(list(range(10)), 4) == [0, 2, 5, 7]
     assert spread_evenly([1, 2], 4) == [1, 2]
+
+
+def test_prompts_tried_are_of_every_domain() -> None:
+    prompts = [Prompt(Request(str(n), [1], 4), "rare" if n == 90 else "often") for n in range(100)]
+    tried = candidates.some_of_each_domain(prompts, 10)
+    assert [p.request.id for p in tried if p.domain == "rare"] == ["90"]
+    assert 5 <= len(tried) <= 10 and len({p.request.id for p in tried}) == len(tried)

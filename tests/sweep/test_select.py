@@ -24,13 +24,13 @@ from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import LayeredDecoder, load_decoder
-from selfspec_tune.sweep import confirm, record, select
+from selfspec_tune.sweep import confirm, decision, record, select
 from selfspec_tune.sweep.candidates import Candidate, Trials
 from selfspec_tune.sweep.confirm import Confirmed
+from selfspec_tune.sweep.decision import Decision
 from selfspec_tune.sweep.objective import Cell, Costs
 from selfspec_tune.sweep.processes import Processes
 from selfspec_tune.sweep.profile import Prompt
-from selfspec_tune.sweep.record import Decision
 from selfspec_tune.sweep.tally import Profile, PromptTally
 
 COSTS = Costs(
@@ -68,7 +68,7 @@ def result(settings: DraftSettings, speedup: float, identical: bool | None = Tru
 def decide(
     found: list[Candidate], confirmed: list[Confirmed], *, exact: bool = True, must_confirm: bool = True
 ) -> Decision:
-    return select.decide(found, confirmed, "α too low", exact=exact, must_confirm=must_confirm)
+    return decision.decide(found, confirmed, "α too low", exact=exact, must_confirm=must_confirm)
 
 
 def test_every_cell_gets_both_scores() -> None:
@@ -96,7 +96,7 @@ def test_the_best_of_each_drafter_comes_before_the_second_of_any() -> None:
         candidate(FOUR, 1.6, 1.0),
         candidate(COPY, 1.2, 1.0),
     ]
-    assert [c.settings for c in select.ranked_candidates(found)] == [FOUR, COPY, SKIP, EIGHT]
+    assert [c.settings for c in decision.ranked_candidates(found)] == [FOUR, COPY, SKIP, EIGHT]
 
 
 def test_speculation_is_enabled_by_prediction_and_confirmation_together() -> None:
@@ -121,6 +121,13 @@ def test_of_the_confirmed_the_one_measured_fastest_is_chosen_and_what_the_runner
     dearer = decide([found[0], found[2]], [result(COPY, 1.3)]).reason
     assert "Runner-up: layer-skip E=2, not tried, predicted ×0.79" in dearer
     assert "emit fewer tokens (1.50 against 2.00) and its steps cost more (1.90 against 1.50 plain steps)" in dearer
+
+
+def test_a_choice_that_no_context_length_would_use_is_off() -> None:
+    choice = decide([candidate(SKIP, 1.3, 1.0)], [result(SKIP, 1.2)])
+    off = decision.off_everywhere(choice, [{"num_draft_tokens": 0}, {"num_draft_tokens": 0}])
+    assert choice.enabled and not off.enabled and "too little to stay ahead" in off.reason
+    assert decision.off_everywhere(choice, [{"num_draft_tokens": 0}, {"num_draft_tokens": 3}]) is choice
 
 
 def test_other_tokens_in_exact_numerics_are_never_enabled() -> None:
