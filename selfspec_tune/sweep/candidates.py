@@ -281,11 +281,11 @@ class Trials:
 
 def some_of_each_domain(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """Return about `count` prompts, as many of each domain as there are, at even distances; at least one of each."""
-    domains = sorted({prompt.domain for prompt in prompts})
-    chosen = []
-    for domain in domains:
-        chosen += spread_evenly([p for p in prompts if p.domain == domain], max(1, count // len(domains)))
-    return chosen
+    by_domain: dict[str, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        by_domain.setdefault(prompt.domain, []).append(number)
+    each = max(1, count // len(by_domain))
+    return [prompts[n] for n in sorted(n for numbers in by_domain.values() for n in spread_evenly(numbers, each))]
 
 
 def spread_evenly(items: Sequence[T], count: int) -> list[T]:

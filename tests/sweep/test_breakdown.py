@@ -51,7 +51,11 @@ def book(*costs: Costs) -> Any:
 
 def trials(costs: Any, counted: dict[str, list[tuple[str, Stats]]] | None = None, known: Any = None) -> Any:
     found: Any = SimpleNamespace(
-        book=costs, config=SweepConfig(max_draft_tokens=K_MAX), counted=counted or {}, known_costs=known
+        book=costs,
+        config=SweepConfig(max_draft_tokens=K_MAX),
+        counted=counted or {},
+        known_costs=known,
+        context_length=100,
     )
     found.sum = lambda label, domain=None: Trials.sum(found, label, domain)
     return found

@@ -21,7 +21,7 @@ from selfspec_tune.decode.stats import Stats
 from selfspec_tune.model.decoder import LayeredDecoder, load_decoder
 from selfspec_tune.model.draft_vocab import TokenCounts, write_draft_vocab
 from selfspec_tune.sweep import costs as costs_module
-from selfspec_tune.sweep.candidates import Trials, of_cell, of_rounds, spread_evenly
+from selfspec_tune.sweep.candidates import Trials, of_cell, of_rounds, some_of_each_domain, spread_evenly
 from selfspec_tune.sweep.costs import CostBook
 from selfspec_tune.sweep.kept import Kept
 from selfspec_tune.sweep.objective import Cell, Costs
@@ -107,7 +107,7 @@ def test_all_drafters_are_profiled_and_the_hybrid_takes_the_best_that_runs_layer
 ) -> None:
     timed: list[str] = []
 
-    def costs(_engine: object, drafter: object, **_: object) -> DraftCosts:
+    def costs(_engine: object, drafter: object, _params: object, **_: object) -> DraftCosts:
         timed.append(getattr(drafter, "name", ""))
         # Copy and 4 bits in groups of 32 come first; what follows is too dear.
         return DraftCosts(0.1 if len(timed) < 3 else 9.0, (1.0,) * 8)
@@ -218,6 +218,7 @@ def test_items_are_spread_over_the_whole() -> None:
 
 def test_prompts_tried_are_of_every_domain() -> None:
     prompts = [Prompt(Request(str(n), [1], 4), "rare" if n == 90 else "often") for n in range(100)]
-    tried = candidates.some_of_each_domain(prompts, 10)
+    tried = some_of_each_domain(prompts, 10)
     assert [p.request.id for p in tried if p.domain == "rare"] == ["90"]
+    assert [p.request.id for p in tried] == sorted((p.request.id for p in tried), key=int)
     assert 5 <= len(tried) <= 10 and len({p.request.id for p in tried}) == len(tried)

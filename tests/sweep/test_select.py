@@ -280,6 +280,8 @@ def test_a_better_exit_outside_the_window_is_named(
 
     monkeypatch.setattr(select, "score", score)
     quick = replace(quick, drafters=("layer-skip",))
+    context = {"max_context": 99, "exit_layer": 2, "num_draft_tokens": 2, "speedup_predicted": 1.2}
+    monkeypatch.setattr(select, "layer_skip_by_context", lambda *_: [context])
     monkeypatch.setattr(select, "confirm", lambda *_: [result(SKIP, 1.15)])
     found = sweep(own_checkpoint, make_requests, quick)
     assert found.better_outside_window == cell(1, 2, 1.4)
