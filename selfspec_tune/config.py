@@ -314,8 +314,8 @@ class RegressConfig(PromptConfig):
     """Exit layers of layer skip tested. Default: the drafter in selfspec.json, else four exits over the depth."""
     num_draft_tokens: tuple[int, ...] = ()
     """Draft lengths tested. Default: 1 and those of selfspec.json, k and k_max, else 1, 3 and 7."""
-    numerics: Numerics = "exact"
-    """Numerics to test losslessness in."""
+    numerics: Numerics | None = None
+    """Numerics to test losslessness in. Default: selfspec.json's, else exact."""
     sampling_texts: int = 1
     """Texts sampled per prompt, drafter and draft length for the test of their distribution; 0: sampling is not tested.
     Besides, one is sampled with noise shared with plain decoding, which it must equal."""

@@ -157,20 +157,21 @@ def _total(widths: Sequence[int]) -> int:
 def sections(title: str, header: Sequence[str], parts: Mapping[str, Sequence[Sequence[str]]]) -> None:
     """Print one table per part on stdout, its name above it, with columns of equal width where the screen has room."""
     from rich.table import Table
+    from rich.text import Text
 
     console = _console()
     widths = [
         max(map(len, column)) for column in zip(header, *(row for rows in parts.values() for row in rows), strict=True)
     ]
     fits = sum(widths) + 3 * len(widths) + 1 <= console.width
-    console.print(title, highlight=False, style="bold")
+    console.print(Text(title, style="bold"))
     for name, rows in parts.items():
-        drawn = Table(title=name, title_justify="left")
+        drawn = Table(title=Text(name), title_justify="left")
         for index, (heading, width) in enumerate(zip(header, widths, strict=True)):
             justify: Literal["left", "right"] = "left" if index == 0 else "right"
             drawn.add_column(heading, justify=justify, min_width=width if fits else None)
         for row in rows:
-            drawn.add_row(*row)
+            drawn.add_row(*map(Text, row))
         console.print(drawn)
 
 

@@ -68,12 +68,12 @@ def sweep_exit(
     if result is None:
         return
     found = result.to_dict()
+    gate = gate_notices(model, checkpoint_dir(model), result.artifact.regress)
+    found["warnings"] += [line.removeprefix("warning: ") for line in gate]
     if config.json:
         console.print_json(found)
     else:
         sweep_view.show(found)
-    for line in gate_notices(model, checkpoint_dir(model), result.artifact.regress):
-        console.notice(line)
     if config.report:
         page.write_report(found, config.report)
         console.notice(f"report: {config.report / page.PAGE_NAME}")

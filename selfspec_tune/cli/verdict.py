@@ -1,4 +1,4 @@
-"""The warning that a checkpoint's gate has not passed, for every command that uses the checkpoint."""
+"""The warning that a checkpoint's gate has not passed, for the commands that decode with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def gate_notices(model: str, directory: Path | None, verdict: dict[str, Any] | N
         return [f"warning: {model} FAILED its regression gate; {again} to see how"]
     if verdict and status == "undecided":
         return [f"warning: the regression gate of {model} is undecided: it neither passed nor failed; {again}"]
-    trained = directory is not None and (directory / "training.json").is_file()
-    if trained and not (verdict or {}).get("perplexity"):
+    changed = ("training.json", "adapter_config.json")
+    trained = directory is not None and any((directory / name).is_file() for name in changed)
+    if trained and not ((verdict or {}).get("perplexity") or (verdict or {}).get("tasks")):
         return [f"warning: the weights of {model} were trained and never gated; {again}"]
     return []

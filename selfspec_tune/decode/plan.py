@@ -118,10 +118,25 @@ def choose(artifact: Artifact | None, options: DecodeConfig, model: str) -> Choi
         pairs["k_policy"] = (k_policy, artifact.k_policy)
         notices += _overrides(pairs)
         as_measured = (settings, numerics, options.batch_size) == (known, artifact.numerics, artifact.batch_size)
+        if as_measured and not _same_sampling(options, artifact):
+            as_measured = False
+            how = "greedily" if artifact.eval_set.get("temperature", 0) == 0 else "with other sampling"
+            notices.append(f"costs are timed anew: selfspec.json's were measured {how}")
     if k is None and as_measured and artifact:
         k = artifact.k_max if k_policy == "cost" else artifact.num_draft_tokens
     k = k or (MAX_DRAFT_TOKENS if k_policy == "cost" else DEFAULT_NUM_DRAFT_TOKENS)
     return Choice(settings, k, k_policy, numerics, as_measured, notices=notices)
+
+
+def _same_sampling(options: DecodeConfig, artifact: Artifact) -> bool:
+    """Whether tokens are chosen as when the costs were measured; what a temperature is costs nothing."""
+
+    def kind(temperature: float, top_k: int, top_p: float) -> tuple[Any, ...]:
+        return (True, top_k, top_p) if temperature > 0 else (False,)
+
+    measured = artifact.eval_set
+    theirs = kind(measured.get("temperature", 0.0), measured.get("top_k", 0), measured.get("top_p", 1.0))
+    return kind(options.temperature, options.top_k, options.top_p) == theirs
 
 
 def _draft_flags(options: DecodeConfig) -> dict[str, Any]:

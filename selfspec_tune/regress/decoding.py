@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from selfspec_tune.artifact import Artifact
@@ -43,7 +43,7 @@ def check_decoding(model: str, loaded: Any, config: RegressConfig, inputs: Input
     engine = Engine(
         decoder,
         end_tokens=end_tokens(loaded),
-        numerics=config.numerics,
+        numerics=config.numerics or (swept.numerics if swept else "exact"),
         keep_logits=True,
     )
     greedy = lossless.check_lossless(engine, inputs.requests, drafters, lengths, progress=progress)
@@ -63,8 +63,10 @@ def check_decoding(model: str, loaded: Any, config: RegressConfig, inputs: Input
 
 
 def _tested(config: RegressConfig, swept: Artifact | None, num_layers: int) -> list[DraftSettings]:
-    """Return layer skip at the exits asked for, else what `selfspec.json` has chosen, else exits over the depth."""
+    """Return layer skip at the exits asked for, else what `selfspec.json` uses at any length, else four exits."""
     if not config.exit_layers and swept is not None and swept.enabled:
-        return [DraftSettings.of(swept)]
+        chosen = DraftSettings.of(swept)
+        moved = [entry["exit_layer"] for entry in swept.by_context if entry["exit_layer"] and entry["num_draft_tokens"]]
+        return list(dict.fromkeys([chosen, *(replace(chosen, exit_layer=exit_layer) for exit_layer in moved)]))
     exits = list(dict.fromkeys(config.exit_layers)) or lossless.default_exit_layers(num_layers)
     return [DraftSettings("layer-skip", exit_layer) for exit_layer in exits]

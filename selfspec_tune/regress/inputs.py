@@ -10,9 +10,10 @@ import torch
 
 from selfspec_tune import artifact, trained_on
 from selfspec_tune.artifact import Artifact
-from selfspec_tune.config import RegressConfig, flag
+from selfspec_tune.config import MAX_DRAFT_TOKENS, RegressConfig, flag
 from selfspec_tune.decode.engine import Request
 from selfspec_tune.decode.prompts import read_requests
+from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_json
 from selfspec_tune.model.families import describe
@@ -69,12 +70,22 @@ def read_inputs(model: str, config: RegressConfig) -> Inputs:
     if config.base is not None and not config.text and not names:
         raise UserError("a base is compared on held-out text, and none was given", command="--text HELDOUT.txt")
     base = find_base(model, config) if config.text or names else None
+    if base is None and (config.text or names):
+        raise UserError(
+            "no base is known to compare with: the model has no training.json that names one",
+            got="--text" if config.text else "--tasks",
+            command=f"selfspec regress {model} --base BASE ..., or leave {'--text' if config.text else '--tasks'} out",
+        )
     if base is None and config.prompts is None:
         raise UserError(
             "there is nothing to test",
             allowed="--prompts for losslessness; --base and --text for perplexity",
             command=f"selfspec regress {model} --prompts PROMPTS.jsonl --base BASE --text HELDOUT.txt",
         )
+    num_layers = describe(load_config(model)).num_layers if config.exit_layers else 0
+    for exit_layer in config.exit_layers:
+        if not 1 <= exit_layer < num_layers:
+            raise UserError("--exit-layers is out of range", got=exit_layer, allowed=f"1..{num_layers - 1}")
     tokenizer = load_tokenizer(model)
     inputs = Inputs(base, *_known_artifact(model), tokenizer, max_increase=max_increase, max_drop=max_drop)
     if base is not None:
@@ -83,9 +94,8 @@ def read_inputs(model: str, config: RegressConfig) -> Inputs:
         if config.text:
             _read_texts(model, tokenizer, config, inputs)
     if not inputs.texts:
-        missing = "no held-out text (--text)" if base or not (config.text or names) else "no base is known (--base)"
-        untested = "perplexity was not tested" + ("" if names and base else ", the weights were not compared")
-        inputs.notices.append(f"{missing}: {untested}")
+        untested = "perplexity was not tested" + ("" if names else ", the weights were not compared")
+        inputs.notices.append(f"no held-out text (--text): {untested}")
     if inputs.tasks:
         check_tasks(inputs.tasks)
     if config.prompts is None:
@@ -138,6 +148,10 @@ def _check_numbers(config: RegressConfig) -> None:
     for name, minimum in least.items():
         if getattr(config, name) < minimum:
             raise UserError(f"{flag(name)} is too small", got=getattr(config, name), allowed=f"{minimum} or more")
+    for k in config.num_draft_tokens:
+        if not 1 <= k <= MAX_DRAFT_TOKENS:
+            raise UserError("--num-draft-tokens is out of range", got=k, allowed=f"1..{MAX_DRAFT_TOKENS}")
+    SamplingParams(config.sampling_temperature, 0, config.sampling_top_p)
     if config.task_limit is not None and config.task_limit < 1:
         raise UserError("--task-limit is too small", got=config.task_limit, allowed="1 or more")
     if config.sampling_texts and config.sampling_temperature <= 0:

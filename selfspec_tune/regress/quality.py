@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfspec_tune.bootstrap import Z, widening
 from selfspec_tune.errors import UserError
 from selfspec_tune.regress.score import Scores
 
-RESAMPLES, SEED, COVERAGE, Z = 2000, 0, 0.95, 1.959964
-"""Bootstrap of the interval: resamples, seed, the share of them inside, and the normal quantile of that share."""
+RESAMPLES, SEED, COVERAGE = 2000, 0, 0.95
+"""Bootstrap of the interval: resamples, seed, and the share of them inside."""
 
 FEWEST_DOCUMENTS = 8
 """With fewer, a bootstrap interval is too often too narrow to decide anything."""
@@ -136,7 +137,7 @@ def intervals(sums: Tensor, counts: Tensor) -> list[tuple[float, float]]:
     means = torch.cat([sums[block].sum(1) / counts[block].sum(1, keepdim=True) for block in blocks])
     outside = int(RESAMPLES * (1 - COVERAGE) / 2)
     ordered, centre = means.sort(0).values, sums.sum(0) / counts.sum()
-    low, high = (centre + _widening(number) * (ordered[at] - centre) for at in (outside, -1 - outside))
+    low, high = (centre + widening(number) * (ordered[at] - centre) for at in (outside, -1 - outside))
     return list(zip(low.tolist(), high.tolist(), strict=True))
 
 
@@ -202,16 +203,6 @@ def check_same_size(trained: Any, base: Any) -> None:
             allowed="one vocab_size in both configs",
             command=f"model.resize_token_embeddings({base.vocab_size}), or --base with the checkpoint trained from",
         )
-
-
-def _widening(number: int) -> float:
-    """Return by how much to widen a percentile interval from so many documents (1 for a single one)."""
-    if number < 2:
-        return 1.0
-    freedom = number - 1
-    # Student's quantile by its expansion about the normal one (Abramowitz and Stegun 26.7.5).
-    student = Z + (Z**3 + Z) / (4 * freedom) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * freedom**2)
-    return student / Z * math.sqrt(number / freedom)
 
 
 def _exp(value: float) -> float:

@@ -194,7 +194,9 @@ def _try_base(
         compared = compare_sets(inputs, scores, same=same_weights(model, inputs.base))
     if findings.tasks:
         theirs = _score_tasks(base, config, inputs, progress)
-        tasks = compare_tasks(findings.tasks, theirs, max_drop=inputs.max_drop)
+        tasks = compare_tasks(
+            findings.tasks, theirs, max_drop=inputs.max_drop, same_weights=same_weights(model, inputs.base)
+        )
     return compared, tasks
 
 

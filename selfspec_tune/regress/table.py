@@ -48,6 +48,9 @@ def headline(model: str, verdict: dict[str, Any]) -> str:
         if task["status"] == "undecided":
             needed = f"use >= {task['needed']:,} documents" if task["needed"] else "use more documents"
             hints.append(f"{_task_name(task)}: {needed}")
+    tests = (verdict.get("sampling") or {}).get("ratio_test", [])
+    if any(test["p_value"] is None for test in tests if test["order"] == "probability"):
+        hints.append("too few sampled tokens to test their distribution: more --sampling-texts")
     return f"{model}: {SHOWN[verdict['status']]}" + (f" ({'; '.join(hints)})" if hints else "")
 
 

@@ -22,17 +22,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from selfspec_tune.bootstrap import Z
 from selfspec_tune.errors import UserError, did_you_mean
 from selfspec_tune.files import read_jsonl
 from selfspec_tune.progress import Progress, silent
+from selfspec_tune.regress.quality import FEWEST_DOCUMENTS
 
 LOCAL = ".jsonl"
 TEXT_FIELDS = ("question", "prompt")
 MAX_ANSWER_TOKENS = 128
 SEED = 0
 """Of the examples in a prompt, and of everything else that a task draws."""
-NORMAL_95 = 1.96
-"""Half width of the 95 % interval in standard errors."""
+RULE_OF_THREE = 3.0
+"""Of n documents without a change, up to this many in n may change elsewhere (95 %)."""
 RECORDS = '{"question": "...", "choices": ["...", "..."], "answer": 0} or {"question": "...", "answer": "..."}'
 
 
@@ -50,8 +52,8 @@ class TaskComparison:
     """A task's mean scores of base and trained, and their paired difference trained − base.
 
     Attributes:
-        standard_error: of the difference, over documents; None with a single document whose score changed.
-        interval: 95 %, normal; None without a standard error.
+        standard_error: of the difference, over documents; None with a single document.
+        interval: 95 %, normal, but no narrower than `RULE_OF_THREE` allows; None without a standard error.
         allowed: the least difference that passes, −max_drop.
         status: passed: the interval lies at or above `allowed`; failed: below it; else undecided.
         needed: documents that would decide if difference and spread stayed as they are; None where decided or unknown.
@@ -144,14 +146,17 @@ def score_tasks(
     return scores
 
 
-def compare_tasks(trained: Sequence[TaskScores], base: Sequence[TaskScores], *, max_drop: float) -> Tasks:
+def compare_tasks(
+    trained: Sequence[TaskScores], base: Sequence[TaskScores], *, max_drop: float, same_weights: bool = False
+) -> Tasks:
     """Compare two models' scores task by task, document by document.
 
     Args:
         trained, base: of the same tasks with the same documents.
         max_drop: by how much a mean score may fall, 0.01 for one point of accuracy.
+        same_weights: both checkpoints have one fingerprint. What would be undecided passes then.
     """
-    return Tasks([_compare(ours, theirs, max_drop) for ours, theirs in zip(trained, base, strict=True)])
+    return Tasks([_compare(ours, theirs, max_drop, same_weights) for ours, theirs in zip(trained, base, strict=True)])
 
 
 def read_local(path: Path) -> list[dict[str, Any]]:
@@ -200,22 +205,27 @@ def normalised(text: str) -> str:
     return " ".join(text.casefold().translate(str.maketrans("", "", string.punctuation)).split())
 
 
-def _compare(trained: TaskScores, base: TaskScores, max_drop: float) -> TaskComparison:
+def _compare(trained: TaskScores, base: TaskScores, max_drop: float, same_weights: bool) -> TaskComparison:
     if (trained.name, trained.metric, len(trained.values)) != (base.name, base.metric, len(base.values)):
         raise ValueError(f"scores of {trained.name} do not belong together")
     changes = [ours - theirs for ours, theirs in zip(trained.values, base.values, strict=True)]
     count, difference = len(changes), statistics.fmean(changes)
-    error = statistics.stdev(changes) / math.sqrt(count) if count > 1 else None if any(changes) else 0.0
-    interval, status, needed = None, "undecided", None
+    error = statistics.stdev(changes) / math.sqrt(count) if count > 1 else None
+    interval, status, needed = None, "undecided", FEWEST_DOCUMENTS if count < FEWEST_DOCUMENTS else None
     if error is not None:
-        interval = (difference - NORMAL_95 * error, difference + NORMAL_95 * error)
+        # That no score changed in n documents does not say that fewer than 3/n change (the rule of three).
+        half = max(Z * error, RULE_OF_THREE / count)
+        interval = (difference - half, difference + half)
         margin = abs(difference + max_drop)
-        if interval[0] >= -max_drop:
+        if count >= FEWEST_DOCUMENTS and interval[0] >= -max_drop:
             status = "passed"
-        elif interval[1] < -max_drop:
+        elif count >= FEWEST_DOCUMENTS and interval[1] < -max_drop:
             status = "failed"
         elif margin > 0:
-            needed = max(count + 1, math.ceil(count * (NORMAL_95 * error / margin) ** 2))
+            by_error, by_rule = count * (Z * error / margin) ** 2, RULE_OF_THREE / margin
+            needed = max(count + 1, FEWEST_DOCUMENTS, math.ceil(max(by_error, by_rule)))
+    if same_weights and status == "undecided":
+        status, needed = "passed", None
     return TaskComparison(
         name=trained.name,
         metric=trained.metric,

@@ -11,12 +11,12 @@ from selfspec_tune.decode.price import write_costs
 from selfspec_tune.sweep.candidates import Candidate, Trials, layer_skip_costs, of_rounds
 from selfspec_tune.sweep.costs import CostBook
 from selfspec_tune.sweep.objective import Cell, Costs, alpha_needed, speedup_model, speedup_predicted
-from selfspec_tune.sweep.tally import RESAMPLES, Profile, interval
+from selfspec_tune.sweep.tally import RESAMPLES, Profile, clipped, interval
 
 WISH = 1.2
 """The speed-up for which the α needed is shown."""
 LEAST_K = 2
-"""Where the best k is smaller, layer skip is off: what a single draft token gains is lost to any change of traffic."""
+"""Fewer draft tokens are not chosen for a context length: what one gains is lost to any change of traffic."""
 
 Intervals = Mapping[tuple[int, int], tuple[float, float]]
 
@@ -59,10 +59,17 @@ def with_intervals(
             ratios = each.cost_ratio(exit_layer), each.verify_ratio(exit_layer, k)
             return speedup_predicted(tokens, *ratios, k, each.overhead_ratio)
 
-        both = [predicted(*pair) for pair in zip(samples[exit_layer, k], costs, strict=True)]
-        found.append(replace(cell, interval=interval(both)))
-        of_costs = interval([predicted(cell.tokens_per_round, each) for each in costs])
-        of_prompts = interval([predicted(tokens, fixed) for tokens in samples[exit_layer, k]])
+        samples_of = (
+            [predicted(*pair) for pair in zip(samples[exit_layer, k], costs, strict=True)],
+            [predicted(cell.tokens_per_round, each) for each in costs],
+            [predicted(tokens, fixed) for tokens in samples[exit_layer, k]],
+        )
+        middle, most = cell.speedup_predicted, predicted(k + 1, fixed)
+        units = (profile.num_prompts, book.config.repeats, profile.num_prompts)
+        both, of_costs, of_prompts = (
+            clipped(interval(values, middle, count), 0.0, most) for values, count in zip(samples_of, units, strict=True)
+        )
+        found.append(replace(cell, interval=both))
         parts[exit_layer, k] = of_costs[1] - of_costs[0], of_prompts[1] - of_prompts[0]
     return found, parts
 
@@ -86,17 +93,20 @@ def needed_for(cells: Sequence[Cell], overhead_ratio: float, exits: Iterable[int
 
 
 def layer_skip_by_context(profile: Profile, book: CostBook, exits: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the best exit and k at every context length measured; k = 0 where it does not pay.
+    """Return the best exit and k at every context length measured, and at that of the prompts; k = 0 where none pays.
 
     Acceptance is that of the whole profile: costs are what a longer text changes for certain.
     """
-    rows = []
-    for length in book.contexts:
-        best = ranked(cell for cell in score(profile, book.at(length)) if cell.exit_layer in exits)[0]
-        pays = best.speedup_predicted > 1 and best.num_draft_tokens >= LEAST_K
+    rows, most = [], max(k for _, k in profile.tokens_per_round)
+    lengths = {**dict(zip(book.contexts, book.contexts, strict=True)), profile.longest: profile.context}
+    for length, costs_at in sorted(lengths.items()):
+        cells = [cell for cell in score(profile, book.at(costs_at)) if cell.exit_layer in exits]
+        best = ranked(cell for cell in cells if cell.num_draft_tokens >= min(LEAST_K, most))[0]
+        pays = best.speedup_predicted > 1
         rows.append(
             {
                 "max_context": length,
+                "context_length": costs_at,
                 "exit_layer": best.exit_layer,
                 "num_draft_tokens": best.num_draft_tokens if pays else 0,
                 "speedup_predicted": best.speedup_predicted,
@@ -105,21 +115,30 @@ def layer_skip_by_context(profile: Profile, book: CostBook, exits: Sequence[int]
     return rows
 
 
-def choice_by_context(choice: Candidate, trials: Trials, by_context: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def choice_by_context(
+    choice: Candidate, profile: Profile, trials: Trials, by_context: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Return `by_context` of `selfspec.json` for the drafter chosen: layer skip moves its exit, others have one."""
     rows = []
     for entry in by_context:
-        length, settings, alphas = entry["max_context"], choice.settings, choice.known.alphas
+        length, settings, alphas = entry["context_length"], choice.settings, choice.known.alphas
         if settings.drafter == "layer-skip" and settings.draft_vocab is None:
             exit_layer = entry["exit_layer"]
             costs = {"layer-skip": layer_skip_costs(trials.book.at(length), exit_layer, trials.config.max_draft_tokens)}
-            k = entry["num_draft_tokens"]
+            k, alphas = entry["num_draft_tokens"], {"layer-skip": profile.alpha[exit_layer]}
         else:
             exit_layer, costs = None, trials.known_costs(settings, length)
             again = of_rounds(settings, trials.sum(choice.label), costs)
             k = choice.num_draft_tokens if again.speedup_predicted > 1 else 0
         values = write_costs(costs, alphas)
-        rows.append({"max_context": length, "exit_layer": exit_layer, "num_draft_tokens": k, "costs": values})
+        rows.append(
+            {
+                "max_context": entry["max_context"],
+                "exit_layer": exit_layer,
+                "num_draft_tokens": k,
+                "costs": values,
+            }
+        )
     return rows
 
 

@@ -280,12 +280,14 @@ class Trials:
 
 
 def some_of_each_domain(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Return about `count` prompts, as many of each domain as there are, at even distances; at least one of each."""
+    """Return about `count` prompts at even distances, of each domain its share, but at least one."""
     by_domain: dict[str, list[int]] = {}
     for number, prompt in enumerate(prompts):
         by_domain.setdefault(prompt.domain, []).append(number)
-    each = max(1, count // len(by_domain))
-    return [prompts[n] for n in sorted(n for numbers in by_domain.values() for n in spread_evenly(numbers, each))]
+    chosen: list[int] = []
+    for numbers in by_domain.values():
+        chosen += spread_evenly(numbers, max(1, round(count * len(numbers) / len(prompts))))
+    return [prompts[number] for number in sorted(chosen)]
 
 
 def spread_evenly(items: Sequence[T], count: int) -> list[T]:

@@ -148,7 +148,7 @@ class CostBook:
             "parameters": sum(weights.numel() for weights in self.engine.decoder.model.parameters()),
             "numerics": self.engine.numerics,
             "max_draft_tokens": self.config.max_draft_tokens,
-            "sampling": [params.temperature > 0, params.top_k, params.top_p],
+            "sampling": [params.top_k, params.top_p] if params.temperature > 0 else "greedy",
             "measured_on": measured_on(self.engine.decoder),
         }
 

@@ -93,9 +93,10 @@ def _runner_up(best: Candidate, others: list[Candidate], confirmed: list[Confirm
 
 
 def off_everywhere(choice: Decision, by_context: Sequence[dict[str, Any]]) -> Decision:
-    """Switch a choice off that no context length would use: layer skip with a single draft token, see `breakdown`."""
+    """Switch a choice off that no context length would use, see `breakdown`."""
     if not choice.enabled or any(entry["num_draft_tokens"] for entry in by_context):
         return choice
-    k = choice.candidate.num_draft_tokens
-    why = f"{choice.candidate.label} is best with k = {k}, which is too little to stay ahead on other texts"
+    why = f"{choice.candidate.label} pays at none of the context lengths measured"
+    if choice.candidate.settings.drafter == "layer-skip" and choice.candidate.num_draft_tokens == 1:
+        why += " with more than one draft token, and what one gains is lost to any change of traffic"
     return replace(choice, enabled=False, reason=f"{why}: {choice.reason}")

@@ -33,9 +33,10 @@ class Kept:
 
     def __init__(self, key: dict[str, Any], rank: int = 0) -> None:
         digest = hashlib.blake2b(json.dumps(key, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
-        self.directory: Path | None = cache_directory() / "sweeps" / digest
+        self.directory: Path | None = None
         self._values: dict[tuple[str, str], Any] = {}
         try:
+            self.directory = cache_directory() / "sweeps" / digest
             self.directory.mkdir(parents=True, exist_ok=True)
             for path in sorted(self.directory.glob("done-*.jsonl")):
                 self._read(path)
@@ -44,7 +45,7 @@ class Kept:
                 handle.seek(max(0, handle.tell() - 1))
                 if handle.read() not in (b"", b"\n"):
                     handle.write(b"\n")  # the interruption tore the last line
-        except OSError:
+        except (OSError, RuntimeError):  # no home, or one that cannot be written to
             self.directory = None
         self.found = len(self._values)
 

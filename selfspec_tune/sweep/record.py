@@ -51,23 +51,32 @@ def build_artifact(model: str, engine: Engine, config: SweepConfig, profile: Pro
             "name": config.prompts.name if config.prompts else "",
             "num_prompts": profile.num_prompts,
             "num_tokens": profile.num_tokens,
-            "temperature": config.temperature,
+            **{name: getattr(config, name) for name in ("temperature", "top_k", "top_p")},
         },
-        regress=_kept_verdict(directory, best.settings),
+        regress=_kept_verdict(directory, best.settings, engine.numerics),
     )
 
 
-def _kept_verdict(directory: Path | None, settings: DraftSettings) -> dict[str, Any] | None:
+def _kept_verdict(directory: Path | None, settings: DraftSettings, numerics: str) -> dict[str, Any] | None:
     """Return the verdict of `regress` in the artifact that is there, if it is about these weights.
 
-    What it says of losslessness holds only for the drafter that it was about.
+    What it says of losslessness holds only for the drafter and the numerics that it was about.
     """
     try:
         previous = artifacts.read(directory) if directory else None
         verdict = previous.regress if previous else None
-        if previous is None or verdict is None or DraftSettings.of(previous) == settings:
-            return verdict
     except UserError:
         return None
-    kept = artifacts.judged({**verdict, "lossless": None, "sampling": None})
+    if verdict is None:
+        return None
+    about = (settings.label, numerics)
+    other = [
+        name
+        for name in ("lossless", "sampling")
+        for part in [verdict.get(name)]
+        if part and (about[0] not in part.get("drafters", []) or part.get("numerics") != about[1])
+    ]
+    if not other:
+        return verdict
+    kept = artifacts.judged({**verdict, **dict.fromkeys(other)})
     return kept if any(kept.get(name) for name in artifacts.VERDICT_PARTS) else None

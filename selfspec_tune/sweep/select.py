@@ -181,7 +181,7 @@ def sweep(
     exact, must_confirm = engine.numerics == "exact", config.confirm > 0
     choice = decide(candidates, confirmed, why_not(inside[0], costs), exact=exact, must_confirm=must_confirm)
     contexts = layer_skip_by_context(profile, book, exits)
-    followed = choice_by_context(choice.candidate, trials, contexts)
+    followed = choice_by_context(choice.candidate, profile, trials, contexts)
     choice = off_everywhere(choice, followed)
     artifact = replace(build_artifact(model, engine, config, profile, choice), by_context=followed)
     cells, parts = with_intervals(cells, profile, book)
@@ -204,10 +204,10 @@ def sweep(
         warnings=[
             *known_warnings,
             *warnings.of_profile(profile, approximate=config.source == "reference"),
-            *warnings.of_costs(book.all, best, parts[best.exit_layer, best.num_draft_tokens]),
+            *warnings.of_costs(book.all, best if layer_skip else None, parts[_place(best)]),
             *warnings.of_confirmed(candidates, confirmed),
         ],
-        path=_write(model, artifact),
+        path=_write(model, artifact, notice),
     )
     kept.discard()
     return found
@@ -217,9 +217,13 @@ def _place(cell: Cell) -> tuple[int, int]:
     return cell.exit_layer, cell.num_draft_tokens
 
 
-def _write(model: str, artifact: Artifact) -> Path | None:
+def _write(model: str, artifact: Artifact, notice: Callable[[str], object]) -> Path | None:
     directory = checkpoint_dir(model)
-    return artifacts.write(directory, artifact) if directory else None
+    try:
+        return artifacts.write(directory, artifact) if directory else None
+    except OSError as error:
+        notice(f"selfspec.json could not be written to {directory}: {error.strerror or error}")
+        return None
 
 
 def _identity(model: str, engine: Engine, config: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:

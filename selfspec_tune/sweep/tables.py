@@ -166,7 +166,7 @@ def needed_table(result: Json, exits: Sequence[int]) -> Table:
         there, needed = row["alpha"], row["needed"]
         enough = "–" if needed is None else "enough" if there >= needed else f"{needed - there:.3f} short"
         name = depth(row["exit_layer"], result["num_layers"])
-        rows.append([name, str(row["num_draft_tokens"]), _number(there, 3), _number(needed, 3, "never"), enough])
+        rows.append([name, str(row["num_draft_tokens"] or "–"), _number(there, 3), _number(needed, 3, "never"), enough])
     caption = (
         f"How often a draft would have to be right for ×{WISH:g}, at the k that asks least; "
         "never: it costs too much even if always right."

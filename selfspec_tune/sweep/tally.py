@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from selfspec_tune.bootstrap import widening
 
 RESAMPLES, SEED, COVERAGE = 400, 0, 0.95
 """Bootstrap of the intervals: resamples, seed, and the share of them inside."""
@@ -77,6 +80,11 @@ class Profile:
         return sum(tally.context * tally.positions for tally in self.tallies) / max(1, self.positions)
 
     @property
+    def longest(self) -> int:
+        """The longest text profiled, prompt included, in tokens."""
+        return max(round(tally.context + tally.positions / 2) + 1 for tally in self.tallies)
+
+    @property
     def own(self) -> float:
         """Share of the tokens decoded that the profile's head chooses behind the last layer; 1 but for rounding."""
         return sum(tally.own for tally in self.tallies) / max(1, self.positions)
@@ -113,7 +121,10 @@ class Profile:
     def alpha_intervals(self) -> dict[int, tuple[float, float]]:
         """Exit layer → `COVERAGE` interval of α: prompts are drawn again, as tokens of one text are not independent."""
         samples = self._sums(_resampled(self))[0]
-        return {exit_layer: interval(values) for exit_layer, values in _by_exit(samples.T.tolist()).items()}
+        return {
+            exit_layer: clipped(interval(values, self.alpha[exit_layer], self.num_prompts), 0.0, 1.0)
+            for exit_layer, values in _by_exit(samples.T.tolist()).items()
+        }
 
     def tokens_samples(self) -> dict[tuple[int, int], list[float]]:
         """(exit layer, k) → τ of `RESAMPLES` resamples of the prompts, the same resamples for every cell."""
@@ -131,11 +142,21 @@ class Profile:
         return alpha, torch.einsum("rp,pkx->rkx", weights, tokens) / torch.einsum("rp,pkx->rkx", weights, rounds)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range that holds the middle `COVERAGE` of some samples."""
+def interval(values: Sequence[float], centre: float, units: int) -> tuple[float, float]:
+    """Return the range that holds the middle `COVERAGE` of bootstrap samples, widened as they come from few units.
+
+    A single unit says nothing of its spread: then there are no bounds.
+    """
+    if units < 2:
+        return -math.inf, math.inf
     ordered = sorted(values)
-    outside = int(len(ordered) * (1 - COVERAGE) / 2)
-    return ordered[outside], ordered[-1 - outside]
+    outside, wider = int(len(ordered) * (1 - COVERAGE) / 2), widening(units)
+    return centre + wider * (ordered[outside] - centre), centre + wider * (ordered[-1 - outside] - centre)
+
+
+def clipped(bounds: tuple[float, float], least: float, most: float) -> tuple[float, float]:
+    """Return bounds cut to what is possible."""
+    return min(max(bounds[0], least), most), min(max(bounds[1], least), most)
 
 
 def _once(profile: Profile) -> Tensor:

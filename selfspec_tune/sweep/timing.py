@@ -211,5 +211,5 @@ def exact_price(engine: Engine, *, context_length: int, repeats: int, progress: 
 
 def synchronise() -> None:
     """Wait until the device has done what it was given: a clock read before that measures how fast work is queued."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)

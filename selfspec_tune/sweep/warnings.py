@@ -51,11 +51,11 @@ def of_profile(profile: Profile, *, approximate: bool) -> list[str]:
     return lines
 
 
-def of_costs(costs: Sequence[Costs], best: Cell, parts: tuple[float, float]) -> list[str]:
+def of_costs(costs: Sequence[Costs], best: Cell | None, parts: tuple[float, float]) -> list[str]:
     """Check that the clock and the machine can be believed, and that the best cell is decided.
 
     Args:
-        best: the best cell of layer skip.
+        best: the best cell of layer skip; None where it is not asked for.
         parts: widths of its interval from the costs alone, and from the prompts alone.
     """
     lines = []
@@ -71,11 +71,11 @@ def of_costs(costs: Sequence[Costs], best: Cell, parts: tuple[float, float]) -> 
                 f"costs are noisy {where}: the plain step spreads by {each.spread():.0%}; a quiet machine or a larger "
                 "--repeats helps"
             )
-    low, high = best.interval
-    if low < 1 < high:
-        of_costs_, of_prompts = parts
-        cure = "--repeats, or a quiet machine" if of_costs_ > of_prompts else "--num-prompts"
-        cause = "the spread of the costs" if of_costs_ > of_prompts else "so few prompts"
+    low, high = best.interval if best else (0.0, 0.0)
+    if best and low < 1 < high:
+        noisier = parts[0] > parts[1]
+        cure = "--repeats, or a quiet machine" if noisier else "--num-prompts"
+        cause = "the spread of the costs" if noisier else "so few prompts"
         lines.append(
             f"{cause} cannot decide whether layer skip pays: exit {best.exit_layer}, k = {best.num_draft_tokens} is "
             f"predicted at ×{low:.2f} to ×{high:.2f}; more {cure} would"

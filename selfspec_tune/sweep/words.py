@@ -25,7 +25,10 @@ def verdict(result: Json) -> str:
     what = f"{label} ({how}), about {k} token{'s' if k > 1 else ''} a round: {_speed(result)}"
     if artifact["enabled"]:
         return f"Yes, drafting is faster than plain decoding. Best is {what}."
-    return f"No, plain decoding is as fast or faster. The best draft there is: {what}."
+    tried = artifact["speedup_confirmed"]
+    slower = artifact["speedup_predicted"] <= 1 or (tried is not None and tried["speedup"] <= 1)
+    why = "plain decoding is as fast or faster" if slower else "it is not sure that drafting is faster; see below"
+    return f"No, {why}. The best draft there is: {what}."
 
 
 def how_sure(result: Json) -> str:
