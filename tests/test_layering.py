@@ -44,6 +44,7 @@ ALLOWED = {
     "model": {KERNELS},
     "config": {"errors", "files"},
     "artifact": {"config", "errors", "files"},
+    "bootstrap": set(),
     "files": {"errors"},
     "errors": set(),
     "progress": set(),

@@ -70,6 +70,8 @@ def sweep_exit(
     found = result.to_dict()
     gate = gate_notices(model, checkpoint_dir(model), result.artifact.regress)
     found["warnings"] += [line.removeprefix("warning: ") for line in gate]
+    for line in gate:
+        console.notice(line)
     if config.json:
         console.print_json(found)
     else:

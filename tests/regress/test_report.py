@@ -136,18 +136,26 @@ def test_the_base_is_what_training_recorded(copy: Path, learnt: Path, make_confi
         report.run(str(copy), make_config(base=None, prompts=None))
 
 
-@pytest.mark.parametrize("without", ["base", "text"])
-def test_what_is_not_tested_is_said(copy: Path, make_config: Callable, without: str) -> None:
-    options = {"base": None, "text": ()} if without == "text" else {"base": None}
-    verdict, notices = report.run(str(copy), make_config(**options))
+def test_what_is_not_tested_is_said(copy: Path, make_config: Callable) -> None:
+    verdict, notices = report.run(str(copy), make_config(base=None, text=()))
     assert verdict["perplexity"] is None and verdict["passed"] is True
-    assert any("weights were not compared" in text and f"--{without}" in text for text in notices)
+    assert any("weights were not compared" in text and "--text" in text for text in notices)
+
+
+@pytest.mark.parametrize("asked", [{}, {"text": (), "tasks": ("x.jsonl",)}], ids=["text", "tasks"])
+def test_a_test_asked_for_that_has_no_base_does_not_pass_untested(
+    copy: Path, make_config: Callable, asked: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError, match="no base is known"):
+        report.run(str(copy), make_config(base=None, **asked))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"base": None, "prompts": None}, "nothing to test"),
+        ({"base": None, "text": (), "prompts": None}, "nothing to test"),
+        ({"num_draft_tokens": (9,)}, "num-draft-tokens"),
+        ({"sampling_top_p": 0.0}, "top_p"),
         ({"text": ()}, "none was given"),
         ({"num_prompts": 0}, "num-prompts"),
         ({"max_new_tokens": 0}, "max-new-tokens"),
@@ -163,7 +171,7 @@ def test_what_is_not_tested_is_said(copy: Path, make_config: Callable, without: 
         ({"tasks": ("missing.jsonl",)}, "missing.jsonl does not exist"),
         ({"max_perplexity_increase": "much"}, "max_perplexity_increase"),
         ({"base": "does/not/exist"}, "found at"),
-        ({"exit_layers": (6,), "text": (), "base": None}, "exit_layer"),
+        ({"exit_layers": (6,), "text": (), "base": None}, "exit-layers"),
     ],
 )
 def test_bad_input_is_named_and_nothing_is_written(

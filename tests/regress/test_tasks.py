@@ -163,10 +163,18 @@ def compare(trained: list[float], base: list[float], max_drop: float = 0.02) -> 
 
 
 def test_equal_scores_pass() -> None:
-    for values in ([1.0, 0.0] * 10, [1.0]):
-        found = compare(values, values, max_drop=0.0)
-        assert (found.difference, found.standard_error, found.interval) == (0.0, 0.0, (0.0, 0.0))
-        assert found.status == "passed" and found.needed is None
+    values = [1.0, 0.0] * 100
+    found = compare(values, values, max_drop=0.02)
+    assert (found.difference, found.standard_error) == (0.0, 0.0)
+    assert found.interval == pytest.approx((-0.015, 0.015)) and found.status == "passed" and found.needed is None
+
+
+@pytest.mark.parametrize(("count", "needed"), [(1, 8), (5, 150), (100, 150)])
+def test_no_change_in_few_documents_proves_little(count: int, needed: int) -> None:
+    found = compare([1.0] * count, [1.0] * count, max_drop=0.02)
+    assert (found.status, found.needed) == ("undecided", needed)
+    same = [tasks.TaskScores("x", "acc", [1.0] * count)]
+    assert tasks.compare_tasks(same, same, max_drop=0.02, same_weights=True).status == "passed"
 
 
 def test_the_difference_is_paired() -> None:
@@ -184,7 +192,8 @@ def test_a_drop_fails() -> None:
     base = [1.0] * 200
     assert compare([0.0] * 40 + [1.0] * 160, base).status == "failed"
     assert compare([0.0] * 40 + [1.0] * 160, base, max_drop=0.3).status == "passed"
-    assert compare([0.0] * 3, [1.0] * 3).status == "failed"
+    assert compare([0.0] * 9, [1.0] * 9).status == "failed"
+    assert compare([0.0] * 3, [1.0] * 3).status == "undecided"
 
 
 def test_too_few_documents_are_undecided() -> None:
@@ -200,14 +209,14 @@ def test_too_few_documents_are_undecided() -> None:
     times = within.needed // 50 + 1
     assert compare(([0.0] + [1.0] * 49) * times, base * times, max_drop=0.03).status == "passed"
     # Nothing can be said from one document, nor where the difference is the limit itself.
-    assert (compare([0.0], [1.0]).status, compare([0.0], [1.0]).needed) == ("undecided", None)
-    assert compare([0.0] + [1.0] * 3, [1.0] * 4, max_drop=0.25).needed is None
+    assert (compare([0.0], [1.0]).status, compare([0.0], [1.0]).needed) == ("undecided", 8)
+    assert compare([0.0] * 2 + [1.0] * 6, [1.0] * 8, max_drop=0.25).needed is None
 
 
 def test_the_worst_task_decides() -> None:
-    good, bad = tasks.TaskScores("good", "acc", [1.0] * 9), tasks.TaskScores("bad", "acc", [0.0] * 9)
-    unclear = tasks.TaskScores("unclear", "acc", [0.0] + [1.0] * 8)
-    base = {task.name: tasks.TaskScores(task.name, "acc", [1.0] * 9) for task in (good, bad, unclear)}
+    good, bad = tasks.TaskScores("good", "acc", [1.0] * 400), tasks.TaskScores("bad", "acc", [0.0] * 400)
+    unclear = tasks.TaskScores("unclear", "acc", [0.0] * 4 + [1.0] * 396)
+    base = {task.name: tasks.TaskScores(task.name, "acc", [1.0] * 400) for task in (good, bad, unclear)}
 
     def status(*scores: tasks.TaskScores) -> tuple[str, bool]:
         found = tasks.compare_tasks(scores, [base[score.name] for score in scores], max_drop=0.01)
@@ -221,10 +230,10 @@ def test_the_worst_task_decides() -> None:
 
 
 def test_a_json_object() -> None:
-    score = [tasks.TaskScores("x", "acc", [1.0, 0.0])]
+    score = [tasks.TaskScores("x", "acc", [1.0, 0.0] * 200)]
     found = json.loads(json.dumps(tasks.compare_tasks(score, score, max_drop=0.01).to_dict()))
     assert (found["status"], found["passed"]) == ("passed", True)
     assert found["tasks"] == [
-        {"name": "x", "metric": "acc", "documents": 2, "base": 0.5, "trained": 0.5, "difference": 0.0}
-        | {"standard_error": 0.0, "interval": [0.0, 0.0], "allowed": -0.01, "status": "passed", "needed": None}
+        {"name": "x", "metric": "acc", "documents": 400, "base": 0.5, "trained": 0.5, "difference": 0.0}
+        | {"standard_error": 0.0, "interval": [-0.0075, 0.0075], "allowed": -0.01, "status": "passed", "needed": None}
     ]

@@ -44,9 +44,13 @@ def tally(prompt: str, alphas: tuple[float, ...], domain: str = "", rounds: floa
 
 
 def book(*costs: Costs) -> Any:
-    """A book that knows costs at the lengths they are of."""
+    """A book that knows costs at the lengths they are of, and takes the nearest for others."""
     by_length = {each.context_length: each for each in costs}
-    return SimpleNamespace(contexts=sorted(by_length), at=lambda length: by_length[round(length)])
+
+    def at(length: float) -> Costs:
+        return by_length[min(by_length, key=lambda known: abs(known - length))]
+
+    return SimpleNamespace(contexts=sorted(by_length), at=at)
 
 
 def trials(costs: Any, counted: dict[str, list[tuple[str, Stats]]] | None = None, known: Any = None) -> Any:
@@ -77,7 +81,9 @@ GOOD = Profile(5, [tally("a", (0.5, 0.85, 0.9, 0.95))])
 
 def test_longer_texts_draft_less_and_then_nothing() -> None:
     costs = book(dearer(100, 0.0), dearer(200, 2.5), dearer(300, 30.0))
-    first, second, third = breakdown.layer_skip_by_context(GOOD, costs, EXITS)
+    found = breakdown.layer_skip_by_context(GOOD, costs, EXITS)
+    first, own, second, third = found
+    assert (own["context_length"], own["max_context"]) == (GOOD.context, GOOD.longest)
     assert [entry["max_context"] for entry in (first, second, third)] == [100, 200, 300]
     assert first["num_draft_tokens"] > second["num_draft_tokens"] >= breakdown.LEAST_K
     assert first["speedup_predicted"] > second["speedup_predicted"] > 1 > third["speedup_predicted"]
@@ -88,16 +94,18 @@ def test_longer_texts_draft_less_and_then_nothing() -> None:
 
 
 def test_only_exits_asked_for_are_chosen() -> None:
-    [entry] = breakdown.layer_skip_by_context(GOOD, book(BASE), [3])
-    assert entry["exit_layer"] == 3
+    found = breakdown.layer_skip_by_context(GOOD, book(BASE), [3])
+    assert {entry["exit_layer"] for entry in found} == {3}
 
 
-def test_a_single_draft_token_does_not_switch_layer_skip_on() -> None:
+def test_a_single_draft_token_is_not_chosen_for_a_length() -> None:
     costs = book(dearer(100, 10.0))
     best = breakdown.ranked(breakdown.score(GOOD, costs.at(100)))[0]
     assert best.num_draft_tokens == 1 and best.speedup_predicted > 1
-    [entry] = breakdown.layer_skip_by_context(GOOD, costs, EXITS)
-    assert (entry["num_draft_tokens"], entry["speedup_predicted"]) == (0, best.speedup_predicted)
+    entry = breakdown.layer_skip_by_context(GOOD, costs, EXITS)[-1]
+    assert entry["num_draft_tokens"] == 2 and 1 < entry["speedup_predicted"] < best.speedup_predicted
+    entry = breakdown.layer_skip_by_context(GOOD, book(dearer(100, 18.0)), EXITS)[-1]
+    assert entry["num_draft_tokens"] == 0 and entry["speedup_predicted"] <= 1
 
 
 def test_the_acceptance_that_would_pay() -> None:
@@ -131,13 +139,14 @@ def layer_skip(profile: Profile, costs: Costs = BASE) -> Candidate:
 def test_layer_skip_moves_its_exit_with_the_length() -> None:
     costs = book(BASE, dearer(200, 30.0))
     entries = [
-        {"max_context": 100, "exit_layer": 2, "num_draft_tokens": 3, "speedup_predicted": 1.2},
-        {"max_context": 200, "exit_layer": 4, "num_draft_tokens": 0, "speedup_predicted": 0.9},
+        {"max_context": 100, "context_length": 100, "exit_layer": 2, "num_draft_tokens": 3},
+        {"max_context": 200, "context_length": 200, "exit_layer": 4, "num_draft_tokens": 0},
     ]
-    found = breakdown.choice_by_context(layer_skip(GOOD), trials(costs), entries)
+    found = breakdown.choice_by_context(layer_skip(GOOD), GOOD, trials(costs), entries)
     assert [(e["max_context"], e["exit_layer"], e["num_draft_tokens"]) for e in found] == [(100, 2, 3), (200, 4, 0)]
     for entry, exit_layer in zip(found, (2, 4), strict=True):
         wanted = layer_skip_costs(costs.at(entry["max_context"]), exit_layer, K_MAX)
+        assert entry["costs"]["layer-skip"]["alpha"] == GOOD.alpha[exit_layer]
         assert entry["costs"]["layer-skip"]["cost_ratio"] == pytest.approx(wanted.cost_ratio)
         assert entry["costs"]["layer-skip"]["verify_ratio"] == pytest.approx(wanted.verify_ratio)
 
@@ -150,8 +159,8 @@ def test_other_drafters_are_charged_what_they_cost_at_each_length() -> None:
         asked.append((settings.label, length))
         return {"copy": DraftCosts(0.0, (1.0, 1.5 if length == 100 else 2.5))}
 
-    choice, entries = candidate(COPY, stats), [{"max_context": 100}, {"max_context": 200}]
-    found = breakdown.choice_by_context(choice, trials(book(BASE), {"copy": [("", stats)]}, known), entries)
+    choice, entries = candidate(COPY, stats), [{"max_context": n, "context_length": n} for n in (100, 200)]
+    found = breakdown.choice_by_context(choice, GOOD, trials(book(BASE), {"copy": [("", stats)]}, known), entries)
     assert asked == [("copy", 100), ("copy", 200)]
     assert [(e["exit_layer"], e["num_draft_tokens"]) for e in found] == [(None, 2), (None, 0)]
     assert [e["costs"]["copy"]["verify_ratio"][1] for e in found] == [1.5, 2.5]

@@ -105,7 +105,7 @@ def test_lengths_that_the_context_cannot_hold_are_left_out() -> None:
         ("numerics", ("numerics fast", "numerics exact")),
         ("machine", ("threads", "64")),
         ("draft tokens", ("max_draft_tokens 2", "max_draft_tokens 3")),
-        ("sampling", ("sampling [False, 0, 1.0]", "sampling [True, 0, 1.0]")),
+        ("sampling", ("sampling greedy", "sampling [0, 1.0]")),
     ],
 )
 def test_costs_of_something_else_are_refused(

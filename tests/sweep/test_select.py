@@ -124,9 +124,12 @@ def test_of_the_confirmed_the_one_measured_fastest_is_chosen_and_what_the_runner
 
 
 def test_a_choice_that_no_context_length_would_use_is_off() -> None:
-    choice = decide([candidate(SKIP, 1.3, 1.0)], [result(SKIP, 1.2)])
+    choice = decide([replace(candidate(SKIP, 1.3, 1.0), num_draft_tokens=1)], [result(SKIP, 1.2)])
     off = decision.off_everywhere(choice, [{"num_draft_tokens": 0}, {"num_draft_tokens": 0}])
-    assert choice.enabled and not off.enabled and "too little to stay ahead" in off.reason
+    assert choice.enabled and not off.enabled and "lost to any change of traffic" in off.reason
+    copied = decide([candidate(COPY, 1.3, 1.0)], [result(COPY, 1.2)])
+    reason = decision.off_everywhere(copied, [{"num_draft_tokens": 0}]).reason
+    assert reason.startswith("copy pays at none of the context lengths measured: ")
     assert decision.off_everywhere(choice, [{"num_draft_tokens": 0}, {"num_draft_tokens": 3}]) is choice
 
 
@@ -238,7 +241,9 @@ def test_a_sweep_writes_an_artifact_that_can_be_read(
     if len(found.confirmed) == 1:
         assert written.speedup_predicted == chosen.speedup_predicted
     assert (written.numerics, written.rows, written.num_layers, written.k_max) == ("fast", [], 4, 3)
-    assert written.eval_set == {"name": "prompts.jsonl", "num_prompts": 4, "num_tokens": 48, "temperature": 0.0}
+    assert written.eval_set == {"name": "prompts.jsonl", "num_prompts": 4, "num_tokens": 48} | {
+        "temperature": 0.0, "top_k": 0, "top_p": 1.0,
+    }  # fmt: skip
     assert set(written.measured_on) == {"device", "dtype", "threads", "torch", "transformers", "triton", "numba"}
     assert written.speedup_confirmed in [asdict(result) for result in found.confirmed]
     assert written.reason
@@ -250,12 +255,16 @@ def test_a_verdict_of_regress_is_kept_only_for_the_same_weights(
 ) -> None:
     quick = replace(quick, confirm=0)
     first = sweep(own_checkpoint, make_requests, quick).artifact
-    verdict = {"passed": False, "perplexity": {"passed": True}, "lossless": {"passed": False}}
+    settings = DraftSettings.of(first)
+    tested = {"passed": False, "drafters": [settings.label], "numerics": "fast"}
+    verdict = {"passed": False, "perplexity": {"passed": True}, "lossless": tested}
     artifacts.write(own_checkpoint, artifacts.with_regress(first, verdict))
-    assert record._kept_verdict(own_checkpoint, DraftSettings.of(first)) == verdict
+    assert record._kept_verdict(own_checkpoint, settings, "fast") == verdict
     # What was found about another drafter's losslessness is not about this one.
-    kept = {"status": "passed", "passed": True, "perplexity": {"passed": True}, "lossless": None, "sampling": None}
-    assert record._kept_verdict(own_checkpoint, DraftSettings("low-precision", draft_bits=8, exit_layer=1)) == kept
+    kept = {"status": "passed", "passed": True, "perplexity": {"passed": True}, "lossless": None}
+    other = DraftSettings("low-precision", draft_bits=8, exit_layer=1)
+    assert record._kept_verdict(own_checkpoint, other, "fast") == kept
+    assert record._kept_verdict(own_checkpoint, settings, "exact") == kept, "other numerics"
     assert sweep(own_checkpoint, make_requests, quick).artifact.regress in (verdict, kept)
     foreign = replace(artifacts.with_regress(first, verdict), checkpoint_fingerprint="0" * 64)
     artifacts.write(own_checkpoint, foreign)
@@ -280,7 +289,13 @@ def test_a_better_exit_outside_the_window_is_named(
 
     monkeypatch.setattr(select, "score", score)
     quick = replace(quick, drafters=("layer-skip",))
-    context = {"max_context": 99, "exit_layer": 2, "num_draft_tokens": 2, "speedup_predicted": 1.2}
+    context = {
+        "max_context": 99,
+        "context_length": 99,
+        "exit_layer": 2,
+        "num_draft_tokens": 2,
+        "speedup_predicted": 1.2,
+    }
     monkeypatch.setattr(select, "layer_skip_by_context", lambda *_: [context])
     monkeypatch.setattr(select, "confirm", lambda *_: [result(SKIP, 1.15)])
     found = sweep(own_checkpoint, make_requests, quick)

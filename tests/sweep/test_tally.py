@@ -67,8 +67,10 @@ def test_a_tally_survives_json() -> None:
 
 def test_interval_leaves_as_much_out_on_either_side() -> None:
     values = list(range(400))[::-1]
-    assert interval(values) == (10, 389)
-    assert interval([3.0]) == (3.0, 3.0)
+    low, high = interval(values, 199.5, 1000)
+    assert (low, high) == pytest.approx((10, 389), abs=1) and low < 10 and high > 389
+    few = interval(values, 199.5, 5)
+    assert few[0] < -90 and few[1] > 490, "five units are widened to Student's quantile and more"
 
 
 def test_resamples_are_the_same_for_every_cell_and_every_call() -> None:
@@ -86,7 +88,7 @@ def test_resamples_are_the_same_for_every_cell_and_every_call() -> None:
 
 def test_one_prompt_says_nothing_of_the_spread() -> None:
     profile = Profile(3, two_prompts().tallies[:1])
-    assert profile.alpha_intervals() == {1: (0.2, 0.2), 2: (0.8, 0.8)}
+    assert profile.alpha_intervals() == {1: (0.0, 1.0), 2: (0.0, 1.0)}
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
@@ -110,7 +112,7 @@ def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
         low, high = profile.alpha_intervals()[1]
         covered += low <= 0.5 <= high
         # τ's truth: positions/(positions − positions/4).
-        low, high = interval(profile.tokens_samples()[1, 1])
+        low, high = interval(profile.tokens_samples()[1, 1], profile.tokens_per_round[1, 1], count)
         covered += low <= 4 / 3 <= high
         naive += abs(profile.alpha[1] - 0.5) < 1.96 * 0.5 / (count * positions) ** 0.5
     assert 0.90 <= covered / sets / 2 <= 0.98
