@@ -4,8 +4,8 @@ A continuation x is decoded plainly, then one teacher-forced pass gives the hidd
 text, whether the draft token at position t would stand is an independent event of probability w_t:
 
 - greedy: w_t = [argmax q_t = x_t]. The comparison is with the token x_t that decoding emitted, not with the argmax of
-  this pass: its calls have other shapes, so in low precision its near-ties may fall otherwise, while the engine accepts
-  a draft token exactly if it equals what plain decoding emits.
+  this pass, whose near-ties may fall otherwise where its calls have other shapes: the engine accepts a draft token
+  exactly if it equals what plain decoding emits.
 - sampling: w_t = min(1, q_t(x_t)/p_t(x_t)), because P(drafted and accepted | x_t) = q·min(1, p/q)/p. Its mean over
   texts is Σ min(p, q), so α is the mean of the w_t in either case.
 
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfspec_tune.config import ProfileSource
+from selfspec_tune.config import MAX_DRAFT_TOKENS, ProfileSource
 from selfspec_tune.decode.engine import Engine, Request
 from selfspec_tune.decode.sampling import SamplingParams, distribution
 from selfspec_tune.errors import UserError
@@ -37,7 +37,7 @@ from selfspec_tune.progress import Progress, silent
 from selfspec_tune.sweep.head import ProfileHead
 from selfspec_tune.sweep.tally import Profile, PromptTally
 
-HEAD_CHUNK = 64
+HEAD_CHUNK = 256
 """Positions whose logits are held at once, [HEAD_CHUNK, V] per distribution."""
 
 LEAST_WEIGHT = 1e-3
@@ -244,13 +244,19 @@ def _overlap(head: ProfileHead, drafts: Tensor, final: Tensor, params: SamplingP
 
 
 def exit_states(decoder: LayeredDecoder, cache: SharedKVCache, token_ids: list[int]) -> list[Tensor]:
-    """Return the hidden states [1, n, d] behind each of the L layers at n tokens after what `cache` has committed."""
+    """Return the hidden states [1, n, d] behind each of the L layers at n tokens after what `cache` has committed.
+
+    Where ops are compiled they are those of decoding, bit for bit, in calls of as few rows as a verification has: then
+    near-ties fall as they do when decoding, in low precision too. Elsewhere it is a prefill.
+    """
     states: list[list[Tensor]] = [[] for _ in range(decoder.num_layers)]
-    for chunk in torch.tensor([token_ids], device=decoder.device).split(PREFILL_CHUNK, dim=1):
+    as_decoded = decoder.mode(1, many_rows=False) == "compiled"
+    rows = MAX_DRAFT_TOKENS if as_decoded else PREFILL_CHUNK
+    for chunk in torch.tensor([token_ids], device=decoder.device).split(rows, dim=1):
         hidden = decoder.embed(chunk)
         positions = cache.committed[:, None] + torch.arange(chunk.shape[1], device=decoder.device)
         for layer, found in enumerate(states):
-            hidden = decoder.run_layers(hidden, positions, cache, layer, layer + 1, pad=False)
+            hidden = decoder.run_layers(hidden, positions, cache, layer, layer + 1, pad=as_decoded)
             found.append(hidden)
         cache.committed += chunk.shape[1]
     return [torch.cat(found, 1) for found in states]

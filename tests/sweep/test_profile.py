@@ -318,3 +318,20 @@ def test_texts_without_a_second_token_are_a_user_error(deep: LayeredDecoder, mak
     engine = Engine(deep, numerics="fast", end_tokens=tuple(range(128)))
     with pytest.raises(UserError, match="too short to profile"):
         profile.profile_exits(engine, as_prompts(make_requests(2, 24)), GREEDY, 2)
+
+
+def test_near_ties_of_bf16_fall_as_when_decoding(make_requests: MakeRequests) -> None:
+    """The compiled ops give every row of a call the bits it has when decoded, so the profile is exact in bf16 too."""
+    from tiny import tiny_model
+
+    decoder = LayeredDecoder(tiny_model(late=0.3, eos_token_id=None, pad_token_id=None).bfloat16())
+    engine, requests = Engine(decoder), make_requests(3, 40)
+    found = profile.profile_exits(engine, [Prompt(request) for request in requests], GREEDY, 4)
+    assert found.own == 1.0
+    for exit_layer, k in [(1, 2), (3, 1), (4, 4), (5, 3)]:
+        stats = [
+            engine.generate([r], GREEDY, LayerSkipDrafter(decoder, exit_layer), DraftPolicy(k))[1] for r in requests
+        ]
+        rounds = sum(each.rounds for each in stats)
+        tokens = sum(each.accepted + each.rounds for each in stats)
+        assert found.tokens_per_round[exit_layer, k] == tokens / rounds, (exit_layer, k)
