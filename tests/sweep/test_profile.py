@@ -322,11 +322,9 @@ def test_texts_without_a_second_token_are_a_user_error(deep: LayeredDecoder, mak
 
 def test_near_ties_of_bf16_fall_as_when_decoding(make_requests: MakeRequests) -> None:
     """The compiled ops give every row of a call the bits it has when decoded, so the profile is exact in bf16 too."""
-    from tiny import tiny_model
-
     decoder = LayeredDecoder(tiny_model(late=0.3, eos_token_id=None, pad_token_id=None).bfloat16())
     engine, requests = Engine(decoder), make_requests(3, 40)
-    found = profile.profile_exits(engine, [Prompt(request) for request in requests], GREEDY, 4)
+    found = profile.profile_exits(engine, as_prompts(requests), GREEDY, 4)
     assert found.own == 1.0
     for exit_layer, k in [(1, 2), (3, 1), (4, 4), (5, 3)]:
         stats = [
