@@ -10,11 +10,9 @@ from selfspec_tune.decode.drafters.make import DraftSettings
 from selfspec_tune.decode.price import write_costs
 from selfspec_tune.sweep.candidates import Candidate, Trials, layer_skip_costs, of_rounds
 from selfspec_tune.sweep.costs import CostBook
-from selfspec_tune.sweep.objective import Cell, Costs, alpha_needed, speedup_model, speedup_predicted
+from selfspec_tune.sweep.objective import WISH, Cell, Costs, alpha_needed, speedup_model, speedup_predicted
 from selfspec_tune.sweep.tally import RESAMPLES, Profile, clipped, interval
 
-WISH = 1.2
-"""The speed-up for which the α needed is shown."""
 LEAST_K = 2
 """Fewer draft tokens are not chosen for a context length: what one gains is lost to any change of traffic."""
 

@@ -14,6 +14,8 @@ from typing import Any
 
 HOPELESS_ALPHA = 0.95
 """Where a draft would have to be accepted more often than this, its cost is to blame, not its quality."""
+WISH = 1.2
+"""The speed-up for which the α needed is shown."""
 LARGE_HEAD = 0.3
 """Share of a draft step from which the head is named as the reason for its cost."""
 

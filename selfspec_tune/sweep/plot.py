@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from selfspec_tune.sweep.objective import WISH
 from selfspec_tune.sweep.tables import (
-    WISH,
     Json,
     best_in_window,
     cells_by_exit,

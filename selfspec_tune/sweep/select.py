@@ -85,6 +85,8 @@ class Sweep:
         return {
             "model": self.model,
             "num_layers": profile.num_layers,
+            "prompts": str(config.prompts),
+            "raw": config.raw,
             "source": config.source,
             "approximate": config.source == "reference",
             "sampling": {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")},

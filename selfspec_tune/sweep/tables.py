@@ -9,12 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from selfspec_tune.sweep.objective import alpha_needed, exits_in
+from selfspec_tune.sweep.objective import WISH, alpha_needed, exits_in
 
 Json = dict[str, Any]
-
-WISH = 1.2
-"""The speed-up that `alpha_needed` of the result is about."""
 
 GLOSSARY = {
     "α": "alpha: how often a drafted token is what the model itself would have written; 1 is always.",

@@ -109,8 +109,8 @@ def next_command(result: Json) -> str:
         words = ["selfspec", "decode", model, *([] if result["path"] else _flags(artifact))]
         return f'{shlex.join(words)} --prompt "..."'
     if better is not None and better["speedup_predicted"] > 1:
-        name = printable(artifact["eval_set"]["name"])
-        return shlex.join(["selfspec", "sweep-exit", model, "--prompts", name, "--window", "0,1"])
+        raw = ["--raw"] if result["raw"] else []
+        return shlex.join(["selfspec", "sweep-exit", model, "--prompts", result["prompts"], *raw, "--window", "0,1"])
     words = ["selfspec", "train", "--model", model, "--output", "trained", "--train-data", "TEXT.jsonl"]
     return shlex.join(words)
 

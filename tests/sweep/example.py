@@ -32,6 +32,8 @@ def example_result(*, pays: bool = True, domain: str = "code") -> dict[str, Any]
     return {
         "model": "models/example-30",
         "num_layers": NUM_LAYERS,
+        "prompts": "prompts/traffic.jsonl",
+        "raw": False,
         "source": "generated",
         "approximate": False,
         "sampling": {"temperature": 0.0, "top_k": 0, "top_p": 1.0},
