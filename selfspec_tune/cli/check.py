@@ -9,6 +9,7 @@ import typer
 from selfspec_tune import config
 from selfspec_tune.cli import console
 from selfspec_tune.cli.options import options_from
+from selfspec_tune.cli.verdict import warn_of_gate
 from selfspec_tune.errors import UserError
 
 
@@ -37,6 +38,7 @@ def check(
     for name in ("batch_size", "live_length"):
         if getattr(options, name) < 1:
             raise UserError(f"{name} is out of range", got=getattr(options, name), allowed="1 or more")
+    warn_of_gate(model)
     decoder = load_decoder(model, dtype=options.dtype, device=options.device)
     with console.progress_bar() as progress, torch.inference_mode():
         classes = certify_at_length(

@@ -10,6 +10,7 @@ import typer
 from selfspec_tune import config as configs
 from selfspec_tune.cli import console
 from selfspec_tune.cli.options import options_from
+from selfspec_tune.cli.verdict import warn_of_gate
 from selfspec_tune.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def draft_vocab(
             allowed="a checkpoint directory",
             command="download the model, and give its directory",
         )
+    warn_of_gate(model)
     outline, tokenizer = load_outline(model, dtype=config.dtype), load_tokenizer(model)
     with console.progress_bar() as progress:
         counts = _count(model, config, outline, tokenizer, progress)

@@ -11,6 +11,7 @@ import typer
 from selfspec_tune import config as configs
 from selfspec_tune.cli import console
 from selfspec_tune.cli.options import options_from
+from selfspec_tune.cli.verdict import warn_of_gate
 
 
 @options_from(configs.TrainConfig)
@@ -60,6 +61,8 @@ def train(
     if facts is not None:
         console.notice(f"{config.output} is finished: {facts['steps']} steps were done. Nothing to do.")
     else:
+        if config.model:
+            warn_of_gate(config.model)
         if config.method == "exit-head":
             console.notice(f"memory, estimated: {_head_memory(config)}")
         with console.progress_bar() as progress:

@@ -1,9 +1,13 @@
-"""The warning that a checkpoint's gate has not passed, for the commands that decode with it."""
+"""The warning that a checkpoint's gate has not passed, for every command that uses the checkpoint."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+from selfspec_tune import artifact
+from selfspec_tune.cli import console
+from selfspec_tune.errors import UserError
 
 
 def gate_notices(model: str, directory: Path | None, verdict: dict[str, Any] | None) -> list[str]:
@@ -25,3 +29,16 @@ def gate_notices(model: str, directory: Path | None, verdict: dict[str, Any] | N
     if trained and not ((verdict or {}).get("perplexity") or (verdict or {}).get("tasks")):
         return [f"warning: the weights of {model} were trained and never gated; {again}"]
     return []
+
+
+def warn_of_gate(model: str) -> None:
+    """Print the warning of MODEL's gate, for commands that read nothing else of selfspec.json; a bad file is silent."""
+    from selfspec_tune.model.load import checkpoint_dir
+
+    directory = checkpoint_dir(model)
+    try:
+        known = artifact.read(directory) if directory else None
+    except UserError:
+        return
+    for line in gate_notices(model, directory, known.regress if known else None):
+        console.notice(line)

@@ -50,13 +50,21 @@ def test_the_warning(tmp_path: Path) -> None:
         assert "never gated" in gate_notices("m", trained, verdict)[0]
 
 
-def test_decode_and_sweep_exit_warn(selfspec, checkpoint, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_every_command_that_uses_the_checkpoint_warns(selfspec, checkpoint, tmp_path) -> None:  # type: ignore[no-untyped-def]
     model = tmp_path / "model"
     shutil.copytree(checkpoint, model)
     verdict = {**UNDECIDED, "perplexity": UNDECIDED, "lossless": None}
     known = Artifact(artifact.fingerprint(model), "llama", 6, False, "no sweep was run", regress=verdict)
     artifact.write(model, known)
     assert "is undecided" in selfspec("decode", model, "--prompt", "a", "--max-new-tokens", 1).stderr
+    assert "is undecided" in selfspec("check", model, "--live-length", 20).stderr
+    text = tmp_path / "text.txt"
+    text.write_text("some text to count")
+    other = tmp_path / "other.txt"
+    other.write_text("quite another text to look at")
+    assert "is undecided" in selfspec("draft-vocab", model, "--text", text).stderr
+    data = ("--train-data", text, "--output", tmp_path / "out", "--max-steps", 1, "--sequence-length", 4)
+    assert "is undecided" in selfspec("train", "--model", model, *data, "--eval-data", other).stderr
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"text {n}"}) + "\n" for n in range(2)))
     swept = selfspec(
