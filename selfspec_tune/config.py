@@ -163,16 +163,38 @@ class TrainConfig(ModelConfig):
     """layer-skip: train the model's own layers. exit-head: leave the model as it is, train a layer after one exit."""
     dtype: Dtype = "auto"
     """Dtype of the saved weights; training itself keeps fp32 weights. auto: that of the model trained from."""
+    lora_rank: int = 0
+    """layer-skip: train low-rank adapters of this rank through peft, merged when saved; 0 trains the weights."""
+    lora_alpha: float = 32.0
+    """Scale of the adapters: what they add is multiplied by alpha / rank."""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Names of the layers' matrices that get an adapter, such as q_proj. May be repeated."""
     train_data: tuple[str, ...] = ()
-    """Training data: .txt, .jsonl, or a hub name (NAME, NAME:SPLIT, NAME:CONFIG:SPLIT). May be repeated."""
+    """Training data: .txt, .jsonl, .parquet, or a hub name (NAME, NAME:SPLIT, NAME:CONFIG:SPLIT). May be repeated."""
     eval_data: tuple[str, ...] = ()
     """Held-out data, never trained on. Without it, one record in 50 of the training data is held out."""
+    general_data: tuple[str, ...] = ()
+    """Held-out general text whose perplexity must stay within the budget too. May be repeated."""
+    max_perplexity_increase: str = "2%"
+    """Budget: largest rise of full-depth perplexity over the base, on held-out and on general text each, for a
+    checkpoint to be kept."""
+    over_budget: Literal["stop", "lower"] = "stop"
+    """When an evaluation is over the budget. stop: end with the best checkpoint within it. lower: go back to that one
+    and halve the exits' share of the loss."""
     text_field: str = "text"
     """Field that holds the text. Records with prompt and completion instead are trained on the completion."""
     messages_field: str = "messages"
     """Field that holds chat messages; used where a record has it, through the chat template."""
+    assistant_only: bool = False
+    """Of chat messages, train on what the assistant says only; the rest is read."""
+    no_packing: bool = False
+    """One record per sequence, cut or padded to its length, instead of sequences packed from many records."""
+    streaming: bool = False
+    """Read training data while training, through a shuffle buffer, instead of all of it at the start."""
+    skip_bad_records: bool = False
+    """Count and list records that cannot be used, and go on without them."""
     sequence_length: int = 512
-    """Tokens per packed training sequence."""
+    """Tokens per training sequence."""
     batch_size: int = 4
     """Sequences per step and process."""
     gradient_accumulation: int = 1
@@ -192,13 +214,23 @@ class TrainConfig(ModelConfig):
     exits: tuple[float, ...] | None = None
     """Exit layers, as numbers or fractions of depth [default: 0.2,0.33,0.5,0.7; the one of exit-head: 0.33]."""
     exits_per_step: int = 1
-    """How many exits are trained at one step; they rotate."""
+    """How many exits are trained at one step."""
+    exit_curriculum: Literal["rotational", "gradual"] = "rotational"
+    """rotational: the exits take turns. gradual: the last exit first, an earlier one more every so often."""
     exit_loss_weight: float = 0.5
     """Share of the loss given to the exits; the final layer gets the rest."""
-    exit_loss: Literal["kl", "ce"] = "kl"
-    """kl: match the final layer's distribution. ce: predict the data."""
+    exit_weights: Literal["uniform", "linear", "quadratic"] = "uniform"
+    """How the exits' share is divided among those of a step: evenly, or by depth or depth squared."""
+    exit_loss: Literal["kl", "ce", "tv", "mixture"] = "kl"
+    """kl: match the final layer's distribution. tv: total variation, one minus the acceptance rate. mixture: kl first,
+    more of tv as acceptance rises. ce: predict the data."""
+    anchor_weight: float = 0.0
+    """Share of the final layer's loss that is KL to the base's distribution instead of the data. With LoRA the base is
+    the same weights; without, a frozen copy is kept."""
     layer_dropout: float = 0.1
-    """Largest layer dropout probability, p_max, at the last layer; it grows exponentially with depth from 0."""
+    """Largest probability that a layer is dropped at a step, p_max."""
+    dropout_schedule: Literal["exponential", "uniform"] = "exponential"
+    """exponential: from 0 at the first layer to p_max at the last. uniform: p_max at every layer."""
     freeze_embeddings: bool = False
     """Leave embeddings and LM head as they are; saves time and memory, and disturbs the model less in a short run."""
     mixed_precision: Literal["auto", "bf16", "no"] = "auto"
@@ -214,9 +246,9 @@ class TrainConfig(ModelConfig):
     save_every: int = 50
     """Steps between resumable states."""
     seed: int = 0
-    """Seed of data order, layer dropout and exit rotation."""
-    wandb: bool = False
-    """Log to Weights & Biases too; metrics.jsonl is always written."""
+    """Seed of data order, layer dropout and exits."""
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    """Log there too; metrics.jsonl is always written. wandb works offline with WANDB_MODE=offline."""
     json: bool = False
     """Print one JSON object at the end instead of a table."""
 

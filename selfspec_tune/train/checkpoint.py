@@ -45,7 +45,7 @@ FILES = {
     "exit-head": RunFiles("exit_head.json", "exit_head.metrics.jsonl", "exit_head.state", "/exit_head.*"),
 }
 # These change neither what is computed nor how it is measured; a run may be resumed with other values.
-FREE_FIELDS = ("output", "json", "wandb", "save_every", "eval_every", "max_minutes", "device", "cache_targets")
+FREE_FIELDS = ("output", "json", "tracker", "save_every", "eval_every", "max_minutes", "device", "cache_targets")
 
 
 def base_name(model: str) -> str:

@@ -27,12 +27,12 @@ def make_accelerator(config: TrainConfig) -> Any:
         cpu=device.type == "cpu",
         mixed_precision=mixed_precision(config.mixed_precision, device),
         gradient_accumulation_steps=config.gradient_accumulation,
-        log_with="wandb" if config.wandb else None,
+        log_with=None if config.tracker == "none" else config.tracker,
         # A dropped layer has no gradient, and the reducer must not wait for one.
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=drops_layers)],
     )
     set_seed(config.seed)
-    if config.wandb:
+    if config.tracker != "none":
         accelerator.init_trackers("selfspec", config=checkpoint.identity(config))
     return accelerator
 

@@ -37,8 +37,8 @@ def check_options(config: TrainConfig) -> None:
     _check("layer_dropout", config.layer_dropout, 0 <= config.layer_dropout < 1, "0 or more, below 1")
     _check("max_minutes", config.max_minutes, config.max_minutes is None or config.max_minutes > 0, "above 0")
     _check_method(config)
-    if config.wandb and importlib.util.find_spec("wandb") is None:
-        raise UserError("--wandb needs the package wandb", command="pip install wandb")
+    if config.tracker == "wandb" and importlib.util.find_spec("wandb") is None:
+        raise UserError("--tracker wandb needs the package wandb", command="pip install wandb")
 
 
 def _check_method(config: TrainConfig) -> None:

@@ -233,7 +233,7 @@ def test_options_that_cannot_work_are_user_errors(make_config: Make, options: di
 def test_wandb_without_the_package_is_a_user_error(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfspec_tune.train.options.importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="wandb"):
-        train(make_config(wandb=True))
+        train(make_config(tracker="wandb"))
 
 
 def test_mixed_precision_auto_is_bf16_only_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
