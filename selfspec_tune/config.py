@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import math
 import textwrap
 import types
 from collections.abc import Mapping
@@ -427,6 +428,22 @@ def read_recipe(path: Path) -> dict[str, Any]:
     if not isinstance(recipe, dict):
         raise UserError(f"recipe {path} is not a mapping of options", got=type(recipe).__name__)
     return recipe
+
+
+def parse_share(name: str, text: str) -> float:
+    """Turn "2%" or "0.02" into 0.02; `name` is the option's.
+
+    Raises:
+        UserError: not a number, negative, or 1 and above without a percent sign (2 is too likely meant as 2%).
+    """
+    number = text.strip()
+    try:
+        value = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < (math.inf if number.endswith("%") else 1):
+        raise UserError(f"{name} is not a share", got=text, allowed="such as 2% or 0.02, not negative")
+    return value
 
 
 def flag(name: str) -> str:
