@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from selfspec_tune.model.exit_head import ExitHead
 from selfspec_tune.model.families import describe
-from selfspec_tune.train.loss import agreement_counts, early_exit_loss
+from selfspec_tune.train.loss import Kind, agreement_counts, early_exit_loss
 
 
 class EarlyExitModule(nn.Module):
@@ -29,7 +29,7 @@ class EarlyExitModule(nn.Module):
     """
 
     def __init__(
-        self, model: Any, *, exit_weight: float = 0.5, exit_loss: str = "kl", gradient_checkpointing: bool = False
+        self, model: Any, *, exit_weight: float = 0.5, exit_loss: Kind = "kl", gradient_checkpointing: bool = False
     ) -> None:
         super().__init__()
         model.set_attn_implementation("sdpa")
@@ -60,8 +60,9 @@ class EarlyExitModule(nn.Module):
         hidden, targets = predictions(self.normed_hidden(ids, exits, dropped), ids, counted)
         head = self.model.lm_head.weight
         if not self.training:
-            return (agreement_counts(hidden, head, targets),)
-        return early_exit_loss(hidden, head, targets, exit_weight=self.exit_weight, kind=self.exit_loss)
+            return (agreement_counts(list(hidden), head, targets),)
+        shares = [1 - self.exit_weight, *[self.exit_weight / len(exits)] * len(exits)] if exits else [1.0]
+        return early_exit_loss(list(hidden), head, targets, shares=shares, kind=self.exit_loss)[:2]
 
     def normed_hidden(
         self, ids: torch.Tensor, exits: tuple[int, ...], dropped: frozenset[int] = frozenset()
@@ -106,7 +107,7 @@ class ExitHeadModule(nn.Module):
     """
 
     def __init__(
-        self, target: EarlyExitModule, head: ExitHead, *, states_dtype: torch.dtype, exit_loss: str = "kl"
+        self, target: EarlyExitModule, head: ExitHead, *, states_dtype: torch.dtype, exit_loss: Kind = "kl"
     ) -> None:
         super().__init__()
         self.head = head
@@ -147,8 +148,8 @@ class ExitHeadModule(nn.Module):
         adapted = self.head.block(early, **layer_arguments(rotary, early, (self.window,))[self.window])
         hidden, targets = predictions([final, self.head.norm(adapted)], ids, counted)
         if not self.training:
-            return (agreement_counts(hidden, weight, targets),)
-        return early_exit_loss(hidden, weight, targets, exit_weight=1.0, kind=self.exit_loss)
+            return (agreement_counts(list(hidden), weight, targets),)
+        return early_exit_loss(list(hidden), weight, targets, shares=(0.0, 1.0), kind=self.exit_loss)[:2]
 
     @torch.no_grad()
     def target_states(self, ids: torch.Tensor) -> torch.Tensor:
