@@ -163,13 +163,13 @@ class _Run:
         for _ in range(config.gradient_accumulation):
             ids, counted, *states = self._next_batch()
             with accelerator.accumulate(self.module):
-                total, parts = self.module(ids, counted, exits, dropped, *states)
+                total, parts, _ = self.module(ids, counted, exits, dropped, *states)
                 accelerator.backward(total)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(self.module.parameters(), config.max_grad_norm)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            losses += torch.cat([total.detach()[None], parts]) / config.gradient_accumulation
+            losses += torch.cat([total.detach()[None], parts[: 1 + len(exits)]]) / config.gradient_accumulation
         values = accelerator.reduce(losses, "mean").tolist()
         if not math.isfinite(values[0]):
             raise UserError(f"the loss is {values[0]} at step {position.step + 1}", command="--learning-rate SMALLER")

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from selfspec_tune.model.exit_head import ExitHead
 from selfspec_tune.model.families import describe
 from selfspec_tune.train.lora import adapted_layers, head_weight, without_adapters
-from selfspec_tune.train.loss import IGNORED, agreement_counts, early_exit_loss
+from selfspec_tune.train.loss import IGNORED, Kind, agreement_counts, early_exit_loss
 from selfspec_tune.train.schedule import exit_shares
 
 
@@ -39,7 +39,7 @@ class EarlyExitModule(nn.Module):
         model: Any,
         *,
         exit_loss_weight: float = 0.5,
-        exit_loss: str = "kl",
+        exit_loss: Kind = "kl",
         exit_weights: str = "uniform",
         anchor_weight: float = 0.0,
         base: Any = None,
@@ -159,7 +159,7 @@ class ExitHeadModule(nn.Module):
     """
 
     def __init__(
-        self, target: EarlyExitModule, head: ExitHead, *, states_dtype: torch.dtype, exit_loss: str = "kl"
+        self, target: EarlyExitModule, head: ExitHead, *, states_dtype: torch.dtype, exit_loss: Kind = "kl"
     ) -> None:
         super().__init__()
         self.head = head
