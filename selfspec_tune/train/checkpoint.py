@@ -28,6 +28,7 @@ from selfspec_tune.config import TrainConfig
 from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_json, write_json
 from selfspec_tune.model.load import checkpoint_dir
+from selfspec_tune.train.lora import merge_adapters, merged_weights
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ def load_state(accelerator: Any, states: Path, about: dict[str, Any]) -> bool:
 
 
 def round_weights(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Round the fp32 weights to what `dtype` can hold, in place, so that what is measured last is what is saved."""
+    """Merge adapters and round the weights to what `dtype` can hold, in place: what is measured last is what is saved."""
+    merge_adapters(module)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(parameter.to(dtype))
@@ -191,7 +193,8 @@ def save_checkpoint(accelerator: Any, module: Any, tokenizer: Any, output: Path,
         model = accelerator.unwrap_model(module).model
         temporary = output / "checkpoint.incomplete"
         shutil.rmtree(temporary, ignore_errors=True)
-        _save_pretrained(model, {name.removeprefix("model."): w for name, w in weights.items()}, temporary, dtype)
+        weights = merged_weights(model, {name.removeprefix("model."): w for name, w in weights.items()})
+        _save_pretrained(model, weights, temporary, dtype)
         tokenizer.save_pretrained(temporary)
         for path in sorted(temporary.iterdir()):
             path.replace(output / path.name)

@@ -120,6 +120,21 @@ def load_sequences(
     return _pack(training, tokenizer, length, num_train, what="training"), evaluation
 
 
+def load_held_out(
+    sources: Sequence[str],
+    tokenizer: Any,
+    *,
+    length: int,
+    num: int,
+    text_field: str = "text",
+    messages_field: str = "messages",
+) -> Sequences:
+    """Return `num` sequences at most of text that is only measured; arguments and errors as of `load_sequences`."""
+    records = _read_all(sources, tokenizer, text_field, messages_field)
+    random.Random(0).shuffle(records)
+    return _pack(records, tokenizer, length, num, what="held-out")
+
+
 def _read_all(sources: Sequence[str], tokenizer: Any, text_field: str, messages_field: str) -> list[Record]:
     records: list[Record] = []
     for source in sources:

@@ -7,15 +7,14 @@ what is measured, `guard.py` when a run has gone wrong.
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from selfspec_tune import trained_on
-from selfspec_tune.config import TrainConfig, parse_share
+from selfspec_tune.config import TrainConfig
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.families import describe
 from selfspec_tune.model.load import load_model, load_tokenizer
@@ -23,14 +22,15 @@ from selfspec_tune.progress import Progress, Report, silent, unheard
 from selfspec_tune.train import checkpoint, guard, outcome
 from selfspec_tune.train.environment import interruption, make_accelerator
 from selfspec_tune.train.evaluate import Evaluator, assumed_costs
+from selfspec_tune.train.judge import Judge
 from selfspec_tune.train.methods import METHODS, Start
 from selfspec_tune.train.metrics import Metrics, flat
 from selfspec_tune.train.options import check_options
 from selfspec_tune.train.position import Position
-from selfspec_tune.train.schedule import active_exits, draw_dropped, learning_rate, resolve_exits
+from selfspec_tune.train.schedule import active_exits, draw_dropped, learning_rate, mixture_weight, resolve_exits
 from selfspec_tune.train.step import Update
 from selfspec_tune.train.texts import load_texts
-from selfspec_tune.train.weights import KeptWeights, rounded
+from selfspec_tune.train.weights import KeptWeights
 
 
 def train(config: TrainConfig, progress: Progress = silent, report: Report = unheard) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class _Run:
     def __init__(self, config: TrainConfig, accelerator: Any, progress: Progress, report: Report) -> None:
         self.config, self.accelerator, self.progress, self.report = config, accelerator, progress, report
         self.output, self.files = Path(str(config.output)), checkpoint.FILES[config.method]
-        self.budget = parse_share("max_perplexity_increase", config.max_perplexity_increase)
+        self.states, self.ranks = self.output / self.files.states, accelerator.num_processes
         self.base = checkpoint.base_name(str(config.model))
         model = load_model(self.base, device="cpu")
         self.save_dtype = model.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -84,7 +84,7 @@ class _Run:
         costs = assumed_costs(model, self.exits, extra_layers=int(config.method == "exit-head"))
         self.trained_on = trained_on.read(checkpoint.files_of(self.base)) or trained_on.TrainedOn()
         self.tokenizer = load_tokenizer(self.base)
-        texts = load_texts(config, self.tokenizer, accelerator.num_processes, report)
+        texts = load_texts(config, self.tokenizer, self.ranks, report)
         texts.check_vocabulary(family.vocab_size, self.base)
         self.method = METHODS[config.method](Start(config, model, self.base, self.exits, self.save_dtype, accelerator))
         self.training, held_out = self.method.prepare(texts.training, texts.held_out, progress)
@@ -93,26 +93,28 @@ class _Run:
         self.update = Update(config, accelerator, self.module, self.optimizer)
         device, size = accelerator.device, config.batch_size
         self.evaluator = Evaluator(held_out, texts.general, self.exits, costs, size, device, progress)
-        states = self.output / self.files.states
-        self.kept = KeptWeights(accelerator, states, always=(0,) if config.over_budget == "lower" else ())
+        self.kept = KeptWeights(accelerator, self.states, always=(0,) if config.over_budget == "lower" else ())
+        self.judge = Judge(
+            config, self.module, self.position, self.evaluator, self.kept, self.save_dtype, self._log, report
+        )
         self.started = time.monotonic()
         self.metrics = Metrics(self.output / self.files.metrics, enabled=accelerator.is_main_process)
         self.about = {
             "config": checkpoint.identity(config),
-            "data": self.training.digest() + held_out.digest() + ("" if texts.general is None else texts.general.digest()),
-            "processes": accelerator.num_processes,
+            "data": "".join(each.digest() for each in (self.training, held_out, texts.general) if each is not None),
+            "processes": self.ranks,
         }
 
     def to_the_end(self) -> dict[str, Any]:
         """Resume or start, step until done, save the best weights and return the facts."""
         self.output.mkdir(parents=True, exist_ok=True)
-        resumed = checkpoint.load_state(self.accelerator, self.output / self.files.states, self.about)
+        resumed = checkpoint.load_state(self.accelerator, self.states, self.about)
         position = self.position
         self.metrics.rewind(position.step if resumed else None)
         self.kept.state_saved(position.best["step"] if position.best else None)
         self.started = time.monotonic() - position.seconds
         if not resumed:
-            self._evaluate()
+            self.judge.now()
         diverged = None
         try:
             self._train()
@@ -120,23 +122,22 @@ class _Run:
             diverged, position.stopped = error, "diverged"
         facts = self._finish()
         if diverged is not None:
-            raise outcome.diverged(diverged, facts, self.config, checkpoint.latest_state(self.output / self.files.states))
+            raise outcome.diverged(diverged, facts, self.config, checkpoint.latest_state(self.states))
         return facts
 
     def _train(self) -> None:
         position = self.position
         with interruption() as interrupted:
-            self._evaluate_if_due()  # an interrupted run saved its state before the evaluation of its last step
+            self.judge.if_due()  # an interrupted run saved its state before the evaluation of its last step
             while not self._is_over():
                 self._step()
                 if self._agree(interrupted.is_set()):
                     self._save_state()
                     raise KeyboardInterrupt
-                self._evaluate_if_due()
+                self.judge.if_due()
                 if position.step % self.config.save_every == 0 and not self._is_over():
                     self._save_state()
-        if position.evaluated != position.step:
-            self._evaluate()
+        self.judge.now()
         self._save_state()
 
     def _prepare(self, module: Any) -> tuple[Any, Any]:
@@ -198,48 +199,6 @@ class _Run:
             self.position.sequences += count * self.ranks
             yield [tensor.to(device) for tensor in self.training.batch(first, count, seed=self.config.seed)]
 
-    def _evaluate_if_due(self) -> None:
-        position = self.position
-        if position.step % self.config.eval_every == 0 and position.evaluated != position.step:
-            self._evaluate()
-
-    def _evaluate(self) -> None:
-        """Measure the weights as they would be saved, keep them if they are the best, and mind the budget."""
-        position, lora = self.position, self.config.lora_rank
-        with nullcontext() if lora or position.step == 0 else rounded(self.module, self.save_dtype):
-            record = {"step": position.step, **self.evaluator.measure(self.module)}
-        position.evaluated, position.last = position.step, record
-        if position.step == 0:
-            position.before = record
-            self._log(record)
-            if self.config.over_budget == "lower":
-                self.kept.write(self.module, 0)
-            return
-        rises = guard.increases(position.before, record)
-        over = guard.beyond(rises, self.budget)
-        self._log({**record, "perplexity_increase": rises, "within_budget": not over})
-        if over:
-            self._over_budget(over, rises)
-        elif guard.better(record, position.best):
-            position.best = record
-            self.kept.write(self.module, position.step)
-
-    def _over_budget(self, over: list[str], rises: dict[str, float]) -> None:
-        """End the run; or go back to the best weights, with half of the loss given to the exits.
-
-        Going back, steps, data and schedules go on, and the optimizer keeps its moments, which forget in some steps.
-        """
-        position = self.position
-        if self.config.over_budget == "stop" or position.lowered == guard.MAX_LOWERED:
-            position.stopped = "max_perplexity_increase"
-            return
-        step = position.best["step"] if position.best else 0
-        self.kept.read(self.module, step)
-        position.exit_share, position.lowered = position.exit_share / 2, position.lowered + 1
-        rose = ", ".join(f"{text.replace('_', '-')} text by {rises[text]:.2%}" for text in over)
-        back = f"back to the weights of step {step}, with {position.exit_share:.3g} of the loss for the exits"
-        self.report({"notice": f"step {position.step}: perplexity rose beyond the budget ({rose}); {back}"})
-
     def _is_over(self) -> bool:
         minutes = self.config.max_minutes
         late = minutes is not None and self.position.seconds >= 60 * minutes
@@ -248,7 +207,7 @@ class _Run:
 
     def _agree(self, flag: bool) -> bool:
         """Return whether any rank says so: clocks and signals differ between ranks, decisions must not."""
-        if self.accelerator.num_processes == 1:
+        if self.ranks == 1:
             return flag
         flags = torch.tensor([float(flag)], device=self.accelerator.device)
         return bool(self.accelerator.reduce(flags, "sum").item())
@@ -259,7 +218,8 @@ class _Run:
 
     def _save_state(self) -> None:
         self._read_clock()
-        checkpoint.save_state(self.accelerator, self.output / self.files.states, self.position.step, self.about)
+        checkpoint.save_state(self.accelerator, self.states, self.position.step, self.about)
+        self.kept.state_saved(self.position.best["step"] if self.position.best else None)
 
     def _log(self, record: dict[str, Any]) -> None:
         self.metrics.write(record)
@@ -272,9 +232,8 @@ class _Run:
         position, best = self.position, self.position.best
         facts = outcome.Facts(self.config, self.base, self.save_dtype, self.about["config"], self.evaluator)
         if best is None:
-            return facts.of(position, self._last_evaluation)
-        if best["step"] != position.step:
-            self.kept.read(self.module, best["step"])
+            return facts.of(position, position.last)
+        self.judge.restore(best["step"])
         checkpoint.round_weights(self.module, self.save_dtype)
         after = best
         if self.config.lora_rank:  # judged before they were merged and rounded

@@ -43,11 +43,11 @@ class Facts:
         """
         before, general = position.before, self.evaluator.general
         rises = guard.increases(before, after)
-        saved = position.best is not None
+        saved, done = position.best is not None, position.step >= self.config.max_steps
         return {
             "base": self.base,
             "steps": position.step,
-            "stopped_by": position.stopped or ("max_steps" if position.step >= self.config.max_steps else "max_minutes"),
+            "stopped_by": position.stopped or ("max_steps" if done else "max_minutes"),
             "best_step": after["step"] if saved else None,
             "improved": saved and guard.score(after) > guard.score(before),
             "tokens": position.tokens,

@@ -21,6 +21,7 @@ class Position:
         seconds: spent on steps and evaluations.
         evaluated: step of the last evaluation; -1 before the first.
         before: the evaluation of the base.
+        last: the last evaluation.
         best: {"step": ..., and its evaluation} of the best weights within the budget so far; None before there are any.
         stopped: what ended the run early, a key of `guard.STOPPED`; None while nothing did.
         exit_share: share of the loss given to the exits.
@@ -36,6 +37,7 @@ class Position:
         self.seconds = 0.0
         self.evaluated = -1
         self.before: dict[str, Any] = {}
+        self.last: dict[str, Any] = {}
         self.best: dict[str, Any] | None = None
         self.stopped: str | None = None
         self.exit_share = exit_share

@@ -16,11 +16,12 @@ from selfspec_tune.files import temporary_beside
 
 @contextmanager
 def rounded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Within the block, trained weights are what `dtype` can hold: what is judged there is what would be saved.
+    """Within the block, weights are what `dtype` can hold: what is judged there is what would be saved.
 
-    Outside they have their own bits again. Takes a copy of the trained weights, while there are no gradients.
+    Outside they have their own bits again. Takes a copy of the weights in a wider dtype, while there are no gradients.
     """
-    kept = [(parameter, parameter.detach().clone()) for parameter in module.parameters() if _changes(parameter, dtype)]
+    wider = [parameter for parameter in module.parameters() if dtype.itemsize < parameter.dtype.itemsize]
+    kept = [(parameter, parameter.detach().clone()) for parameter in wider]
     try:
         with torch.no_grad():
             for parameter, _ in kept:
@@ -30,10 +31,6 @@ def rounded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         with torch.no_grad():
             for parameter, own in kept:
                 parameter.copy_(own)
-
-
-def _changes(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-    return parameter.requires_grad and dtype.itemsize < parameter.dtype.itemsize
 
 
 class KeptWeights:
