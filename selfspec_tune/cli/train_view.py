@@ -122,9 +122,9 @@ def _score(evaluation: dict[str, Any]) -> float:
 
 
 def _duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    if minutes < 1:
+    if seconds < 60:
         return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
