@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -186,6 +188,28 @@ def test_over_budget_lower_goes_back_and_halves_the_exits_share(
     (loss,) = [record for record in seen if "loss" in record and record["step"] == 5]
     final, *exits = loss["losses"].values()
     assert loss["loss"] == pytest.approx(0.75 * final + 0.25 * sum(exits) / len(exits), rel=1e-5)
+
+
+@pytest.mark.parametrize("stop_at", [3, 4], ids=["before going back", "after it"])
+def test_going_back_is_the_same_in_a_resumed_run(
+    make_config: Make, tmp_path: Path, learnt: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+) -> None:
+    monkeypatch.setattr("selfspec_tune.train.loop.learning_rate", rates(1e-5, 1e-5, 1e-1, then=1e-5))
+    options = {"general_data": (str(digits),), "over_budget": "lower", "eval_every": 1, "model": str(learnt)}
+    train(make_config(output=tmp_path / "straight", **options))
+    config = make_config(output=tmp_path / "resumed", **options)
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if (stage, done) == ("train", stop_at):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, stop)
+    facts = train(config)
+    assert facts["exit_share"] == 0.25
+    assert evaluations(tmp_path / "resumed") == evaluations(tmp_path / "straight")
+    one, other = weights(tmp_path / "resumed"), weights(tmp_path / "straight")
+    assert all(torch.equal(one[name], other[name]) for name in other)
 
 
 def test_lowering_has_an_end(make_config: Make, learnt: Path, digits: Path) -> None:
