@@ -171,7 +171,7 @@ def load_state(accelerator: Any, states: Path, about: dict[str, Any]) -> bool:
 
 
 def round_weights(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Merge adapters and round the weights to what `dtype` can hold, in place: what is measured last is what is saved."""
+    """Merge adapters and round weights to what `dtype` can hold, in place: what is measured last is what is saved."""
     merge_adapters(module)
     with torch.no_grad():
         for parameter in module.parameters():
