@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from selfspec_tune.artifact import fingerprint
-from selfspec_tune.config import TrainConfig
+from selfspec_tune.config import TrainConfig, field_defaults
 from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_json, write_json
 from selfspec_tune.model.load import checkpoint_dir
@@ -48,7 +48,7 @@ FILES = {
     "layer-skip": RunFiles("training.json", "metrics.jsonl", "state", ""),
     "exit-head": RunFiles("exit_head.json", "exit_head.metrics.jsonl", "exit_head.state", "/exit_head.*"),
 }
-# These change neither what is computed nor how it is measured; a run may be resumed with other values.
+# These change neither a step nor how weights are measured; a run may be resumed with other values.
 FREE_FIELDS = ("output", "json", "tracker", "save_every", "eval_every", "max_minutes", "device", "cache_targets")
 
 
@@ -66,7 +66,7 @@ def identity(config: TrainConfig) -> dict[str, Any]:
     directory = checkpoint_dir(str(config.model))
     if config.method == "exit-head" and directory is not None:
         options["checkpoint"] = fingerprint(directory)  # a head is of no use to other weights in the same place
-    for name in ("train_data", "eval_data"):
+    for name in ("train_data", "eval_data", "general_data"):
         options[name] = [str(Path(s).resolve()) if Path(s).exists() else s for s in options[name]]
     plain: dict[str, Any] = json.loads(json.dumps(options))
     return plain
@@ -112,8 +112,8 @@ def _may_hold_checkpoint(output: Path, config: TrainConfig, *, resuming: bool) -
 
 def refuse_other_run(place: str, there: dict[str, Any], here: dict[str, Any], *, what: str) -> None:
     """Raise a UserError naming the options in which two identities differ; return if they are the same."""
-    there = {"method": "layer-skip", **there}  # there was no other when the first runs were recorded
-    here = {"method": "layer-skip", **here}
+    then = json.loads(json.dumps(field_defaults(TrainConfig), default=str))  # options that a recorded run did not know
+    there, here = {**then, **there}, {**then, **here}
     differing = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
     if differing:
         raise UserError(
