@@ -169,8 +169,8 @@ def show(result: dict[str, Any]) -> None:
     """Print the result for people."""
     print(", ".join(f"{name} {value}" for name, value in result["measured_on"].items()))
     print(
-        f"batch {result['batch_size']} x {result['length']}, exits {result['exits']}, {result['exits_per_step']} a step, "
-        f"{result['exit_loss']}, dropout {result['dropout']} {result['dropout_schedule']}, "
+        f"batch {result['batch_size']} x {result['length']}, exits {result['exits']}, {result['exits_per_step']} a "
+        f"step, {result['exit_loss']}, dropout {result['dropout']} {result['dropout_schedule']}, "
         f"LoRA rank {result['lora_rank']}, embeddings {'frozen' if result['freeze_embeddings'] else 'trained'}"
     )
     for name, seconds in result["seconds"].items():

@@ -446,6 +446,28 @@ def parse_share(name: str, text: str) -> float:
     return value
 
 
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn options into values that JSON and YAML know: paths into text, tuples into lists."""
+    as_list = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in as_list.items()}
+
+
+def as_recipe(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+    """Return options as a YAML recipe, one a line with its source in a comment; `read_recipe` gives the same back.
+
+    Args:
+        values: option → a value of `plain`.
+        sources: option → where its value comes from.
+    """
+    import yaml
+
+    lines = []
+    for name, value in values.items():
+        text = yaml.safe_dump([value], default_flow_style=True, width=math.inf, allow_unicode=True).strip()
+        lines.append(f"{name}: {text[1:-1]}  # {sources[name]}")
+    return "\n".join(lines)
+
+
 def flag(name: str) -> str:
     """Return the command line's flag for a field."""
     return "--" + name.replace("_", "-")

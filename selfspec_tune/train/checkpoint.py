@@ -217,7 +217,7 @@ def _flush(directory: Path) -> None:
 
 
 def round_weights(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Merge adapters and round the weights to what `dtype` can hold, in place: what is measured last is what is saved."""
+    """Merge adapters and round weights to what `dtype` can hold, in place: what is measured last is what is saved."""
     reshard(module)
     merge_adapters(module)
     with torch.no_grad():

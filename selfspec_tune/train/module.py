@@ -80,7 +80,7 @@ class EarlyExitModule(nn.Module):
             Training: (total, losses, agreements), see `early_exit_loss`. Evaluation: ([2 + exits] counts,).
         """
         targets, head = predictions(ids, counted), head_weight(self.model)
-        teacher = self._base_final(ids) if self.training and self.anchor_weight else {}
+        teacher, base_head = self._base_final(ids) if self.training and self.anchor_weight else (None, None)
         hidden = self.hidden_states(ids, exits, dropped)
         if not self.training:
             return (agreement_counts(hidden, head, targets, norm=self.model.model.norm),)
@@ -93,8 +93,9 @@ class EarlyExitModule(nn.Module):
             kind=self.exit_loss,
             mixture=mixture,
             norm=self.model.model.norm,
+            teacher=teacher,
+            teacher_weight=base_head,
             anchor=self.anchor_weight,
-            **teacher,
         )
 
     def normed_hidden(
@@ -129,8 +130,8 @@ class EarlyExitModule(nn.Module):
         return [hidden, *taps]
 
     @torch.no_grad()
-    def _base_final(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the base's hidden states [B, T, d] after its final norm, and its head's weight [V, d], for the loss.
+    def _base_final(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the base's hidden states [B, T, d] after its final norm, and its head's weight [V, d].
 
         They come first, so that none of the model's activations are held meanwhile.
         """
@@ -138,7 +139,7 @@ class EarlyExitModule(nn.Module):
         head = base.lm_head or self.model.lm_head
         with without_adapters(adapted_layers(self.model)):
             (final,) = self.hidden_states(ids, (), inner=base.model)
-        return {"teacher": base.model.norm(final), "teacher_weight": head.weight}
+        return base.model.norm(final), head.weight
 
     def _run(self, layer: nn.Module, hidden: torch.Tensor, arguments: dict[str, Any]) -> Any:
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():

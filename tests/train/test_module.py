@@ -199,7 +199,7 @@ def test_an_anchor_to_a_frozen_copy_is_kl_to_the_base_as_it_was(
     perturb(model)
     module = EarlyExitModule(model, anchor_weight=0.75, exit_loss_weight=0.0, base=base).train()
     ids, counted = tokens()
-    total, losses, agreed = module(ids, counted, (1,))
+    total, losses, _ = module(ids, counted, (1,))
     expected = kl_to(before, model, ids)
     assert expected > 0.01
     torch.testing.assert_close(losses[-1], expected, rtol=1e-4, atol=0)
