@@ -15,12 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from forked import fork, needs_fork, wait
 
 from selfspec_tune.config import TrainConfig
 from selfspec_tune.errors import UserError
 from selfspec_tune.train.loop import train
+from selfspec_tune.train.metrics import Metrics
 from selfspec_tune.train.position import Position
+from selfspec_tune.train.writing import failed_write
 
 Make = Callable[..., TrainConfig]
 SCHEDULES: dict[str, Any] = {
@@ -36,8 +39,7 @@ SCHEDULES: dict[str, Any] = {
     "over_budget": "lower",
 }
 MATTERS = ("step", "sequences", "tokens", "evaluated", "before", "best", "exit_share", "lowered", "alpha", "generator")
-# `last` and `stopped` are set again by what is done at a resume, except at the very end; `seconds` and `run` are no part
-# of the result, and have tests of their own.
+# `last` and `stopped` matter only where a run ended; `seconds` and `run` are no part of the result.
 OTHERS = ("last", "stopped", "seconds", "run")
 
 
@@ -212,3 +214,70 @@ def test_a_run_killed_at_any_point_goes_on_from_its_last_state(make_config: Make
         where = f"before {operations[number]}"
         assert different(outcome(output), expected) == [], where
         assert steps == ([1, 2, 3, 4] if number <= renamed[0] else [3, 4] if number <= renamed[1] else []), where
+
+
+@contextmanager
+def limits_restored() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def fill_disk(size: int = 20_000) -> None:
+    """Let no file of this process grow beyond `size` bytes; writing more is an OSError, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.mark.parametrize("eval_every", [2, 100], ids=["best weights", "state"])
+def test_a_full_disk_is_a_clear_error_that_keeps_the_state_before(
+    make_config: Make, tmp_path: Path, eval_every: int
+) -> None:
+    options = {**SHORT, "eval_every": eval_every}
+    train(make_config(output=tmp_path / "straight", **options))
+    config = make_config(**options)
+    with limits_restored(), pytest.raises(UserError) as caught:
+        train(config, at_step(3, fill_disk))
+    assert f"{tmp_path / 'out' / 'state'} cannot be written" in str(caught.value)
+    assert "MiB free" in str(caught.value) and "the same command again" in str(caught.value)
+    if eval_every == 100:
+        assert "step-00000002 is kept" in str(caught.value)
+    steps: list[int] = []
+    train(config, lambda stage, done, total: steps.append(done) if stage == "train" else None)
+    assert steps == [3, 4]
+    assert different(outcome(tmp_path / "out"), outcome(tmp_path / "straight")) == []
+
+
+def test_what_libraries_say_of_a_full_disk_is_understood(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    weight = torch.zeros(4000)
+
+    def to_handle() -> None:
+        with (tmp_path / "handle").open("wb") as handle:
+            torch.save(weight, handle)
+
+    def to_checkpoint() -> None:
+        torch.distributed.checkpoint.save({"weight": weight}, checkpoint_id=tmp_path / "sharded", no_dist=True)
+
+    writers: list[Callable[[], object]] = [
+        lambda: (tmp_path / "bytes").write_bytes(bytes(8000)),
+        lambda: torch.save(weight, tmp_path / "torch"),
+        to_handle,
+        lambda: save_file({"weight": weight}, tmp_path / "safe"),
+        to_checkpoint,
+    ]
+    for number, write in enumerate(writers):
+        with limits_restored(), pytest.raises(Exception) as caught:
+            fill_disk(1000)
+            write()
+        assert failed_write(caught.value) is not None, number
+    assert failed_write(RuntimeError("shapes do not match")) is None
+
+
+def test_a_metrics_file_that_cannot_grow_is_a_user_error(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    with limits_restored(), pytest.raises(UserError, match=r"metrics.jsonl cannot be written"):
+        fill_disk(10)
+        metrics.write({"step": 1, "loss": 0.5})
