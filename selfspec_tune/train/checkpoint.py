@@ -130,6 +130,14 @@ def latest_state(states: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def where_it_stopped(config: TrainConfig) -> str:
+    """Return a sentence on what a run that was told to stop goes on from."""
+    state = latest_state(Path(str(config.output)) / FILES[config.method].states)
+    if state is None:
+        return "stopped before a state was saved"
+    return f"stopped after step {_step_of(state)}: the same command goes on from there"
+
+
 def save_state(accelerator: Any, states: Path, step: int, about: dict[str, Any]) -> None:
     """Write the state of everything accelerate knows of, then rename it and remove older ones. All ranks call this.
 
@@ -189,6 +197,10 @@ def load_state(accelerator: Any, states: Path, about: dict[str, Any]) -> bool:
     return True
 
 
+def _step_of(state: Path) -> int:
+    return int(state.name.removeprefix("step-").rstrip("+"))
+
+
 def _distribution(accelerator: Any) -> str:
     """Return how a run is spread over processes, which says what its states are made of: NO, MULTI_GPU, FSDP, ..."""
     return str(accelerator.distributed_type.value)
@@ -198,7 +210,7 @@ def _check_shared(accelerator: Any, state: Path | None, states: Path) -> None:
     """Raise a UserError where ranks see different states: they are on machines that do not share the output."""
     if accelerator.num_processes == 1:
         return
-    step = int(state.name.removeprefix("step-").rstrip("+")) if state else -1
+    step = _step_of(state) if state else -1
     seen = accelerator.gather(torch.tensor([step], device=accelerator.device)).tolist()
     if len(set(seen)) > 1:
         raise UserError(

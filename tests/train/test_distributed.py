@@ -150,13 +150,21 @@ def test_kinds_of_sharding_that_cannot_be_done_are_user_errors(
 
 
 def test_accelerate_launch_shards_on_the_cpu_and_one_rank_speaks(tiny: Path, corpus: Path, tmp_path: Path) -> None:
-    launch = "-m accelerate.commands.launch --use_fsdp --fsdp_version 2 --num_processes 2 --main_process_port 0".split()
-    options = "--device cpu --sequence-length 48 --batch-size 2 --max-steps 2 --exits 1,3 --eval-sequences 2".split()
-    data = ["--train-data", str(corpus / "train.jsonl"), "--eval-data", str(corpus / "heldout.jsonl")]
+    launch = "-m accelerate.commands.launch --use_fsdp --fsdp_version 2 --num_processes 2 --main_process_port 0"
+    options = "--device cpu --sequence-length 48 --batch-size 2 --max-steps 2 --exits 1,3 --eval-sequences 2"
+    files = ["--model", tiny, "--output", tmp_path / "o", "--train-data", corpus / "train.jsonl"]
+    budget = ["--eval-data", corpus / "heldout.jsonl", "--max-perplexity-increase", "1000%", "--json"]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, *launch, "-m", "selfspec_tune", "train", "--model", str(tiny), "--output", str(tmp_path / "o")]
-        + [*data, *options, "--max-perplexity-increase", "1000%", "--json"],
+        [
+            sys.executable,
+            *launch.split(),
+            "-m",
+            "selfspec_tune",
+            "train",
+            *map(str, [*files, *budget]),
+            *options.split(),
+        ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         capture_output=True,
         text=True,
