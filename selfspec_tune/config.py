@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import math
 import textwrap
 import types
 from collections.abc import Mapping
@@ -427,6 +428,44 @@ def read_recipe(path: Path) -> dict[str, Any]:
     if not isinstance(recipe, dict):
         raise UserError(f"recipe {path} is not a mapping of options", got=type(recipe).__name__)
     return recipe
+
+
+def parse_share(name: str, text: str) -> float:
+    """Turn "2%" or "0.02" into 0.02; `name` is the option's.
+
+    Raises:
+        UserError: not a number, negative, or 1 and above without a percent sign (2 is too likely meant as 2%).
+    """
+    number = text.strip()
+    try:
+        value = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < (math.inf if number.endswith("%") else 1):
+        raise UserError(f"{name} is not a share", got=text, allowed="such as 2% or 0.02, not negative")
+    return value
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn options into values that JSON and YAML know: paths into text, tuples into lists."""
+    as_list = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in as_list.items()}
+
+
+def as_recipe(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+    """Return options as a YAML recipe, one a line with its source in a comment; `read_recipe` gives the same back.
+
+    Args:
+        values: option → a value of `plain`.
+        sources: option → where its value comes from.
+    """
+    import yaml
+
+    lines = []
+    for name, value in values.items():
+        text = yaml.safe_dump([value], default_flow_style=True, width=math.inf, allow_unicode=True).strip()
+        lines.append(f"{name}: {text[1:-1]}  # {sources[name]}")
+    return "\n".join(lines)
 
 
 def flag(name: str) -> str:

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, KERNELS = "selfspec_tune", "selfspec_kernels"
-LEAVES = {"config", "artifact", "bootstrap", "errors", "files", "progress", "trained_on"}
+LEAVES = {"config", "artifact", "bootstrap", "errors", "files", "progress", "speedup", "trained_on"}
 HEAVY = {
     "torch",
     "transformers",
@@ -48,6 +48,7 @@ ALLOWED = {
     "files": {"errors"},
     "errors": set(),
     "progress": set(),
+    "speedup": {"config"},
     "trained_on": {"errors", "files"},
     "__init__": set(),
     "__main__": {"cli"},

@@ -12,9 +12,16 @@ from typing import Any
 
 import pytest
 
-from selfspec_tune.config import RegressConfig, TrainConfig, build, field_types, parse_assignments, read_recipe
+from selfspec_tune.config import (
+    RegressConfig,
+    TrainConfig,
+    build,
+    field_types,
+    parse_assignments,
+    parse_share,
+    read_recipe,
+)
 from selfspec_tune.errors import UserError
-from selfspec_tune.regress.quality import parse_share
 from selfspec_tune.train.options import check_options
 
 RECIPES = Path(__file__).parent.parent / "recipes"

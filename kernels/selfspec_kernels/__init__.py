@@ -5,7 +5,7 @@
 """
 
 from selfspec_kernels import cpu
-from selfspec_kernels.ops import Mode, Norm, compiled, few_row_linear, has_packed_product, rope_kv_write
+from selfspec_kernels.ops import Mode, Norm, compiled, exit_loss, few_row_linear, has_packed_product, rope_kv_write
 from selfspec_kernels.reference import BLOCK, ragged_attention, visibility_bias
 from selfspec_kernels.weights import GROUP, GROUPS, LayerWeights, PackedWeight, pack, packed_bytes
 
@@ -19,6 +19,7 @@ __all__ = [
     "PackedWeight",
     "compiled",
     "cpu",
+    "exit_loss",
     "few_row_linear",
     "has_packed_product",
     "pack",

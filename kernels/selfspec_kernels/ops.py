@@ -123,3 +123,24 @@ def rope_kv_write(
     """
     implementation = cpu if mode == "compiled" and compiled(heads) else reference
     return implementation.rope_kv_write(heads, keys, values, positions, written, rotary, num_heads, norms)
+
+
+def exit_loss(
+    logits: Tensor, targets: Tensor, teacher: Tensor | None, parts: tuple[float, float, float] | None
+) -> Tensor:
+    """The losses of a layer against data and teacher, and their gradient in place of the logits.
+
+    With q the softmax of a row of `logits` and p that of `teacher`: cross entropy −log q(target), KL(p || q) and total
+    variation ½ Σ |p − q|. The gradient is that of the sum weighted with `parts`, row by row; of total variation it is
+    ½ q (s − Σ q s) with s the sign of q − p, zero where the two are equal. All arithmetic in fp32 (fp64 for fp64).
+
+    Args:
+        logits: [n, V]; overwritten with the gradient unless `parts` is None.
+        targets: [n], token ids.
+        teacher: [n, V] logits, or None: then KL and total variation are 0.
+        parts: weights of cross entropy, KL and total variation.
+
+    Returns:
+        [n, 3] cross entropy, KL and total variation of every row, in fp32 (fp64 for fp64).
+    """
+    return reference.exit_loss(logits, targets, teacher, parts)

@@ -98,7 +98,7 @@ def test_a_resumed_run_ends_in_the_same_bits(make_config: Make, tmp_path: Path, 
     config = make_config(output=tmp_path / "resumed", save_every=3, **options)
     with pytest.raises(Killed):
         train(config, at_step(5, kill))
-    assert [p.name for p in (tmp_path / "resumed" / "state").iterdir()] == ["step-00000003"]
+    assert [p.name for p in (tmp_path / "resumed" / "state").glob("step-*")] == ["step-00000003"]
     facts = train(config)
     assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
     records = metrics(tmp_path / "resumed")
@@ -111,13 +111,60 @@ def test_a_resumed_run_ends_in_the_same_bits(make_config: Make, tmp_path: Path, 
     assert not (tmp_path / "resumed" / "state").exists()
 
 
+TIMINGS = ("seconds", "tokens_per_second")
+
+
+def untimed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in record.items() if name not in TIMINGS} for record in records]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exit_loss": "mixture", "exit_curriculum": "gradual", "exits_per_step": 1, "dropout_schedule": "uniform"},
+        {"lora_rank": 2, "lora_alpha": 4.0, "anchor_weight": 0.5, "exit_weights": "quadratic"},
+    ],
+    ids=["mixture", "lora"],
+)
+@pytest.mark.parametrize("at", [4, 5], ids=["at an evaluation", "between two"])
+def test_schedules_running_alpha_and_best_weights_survive_ctrl_c(
+    make_config: Make, tmp_path: Path, options: dict[str, Any], at: int
+) -> None:
+    facts = train(make_config(output=tmp_path / "straight", eval_every=2, **options))
+    config = make_config(output=tmp_path / "resumed", eval_every=2, **options)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, at_step(at, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    again = train(config)
+    assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
+    assert untimed([again]) == untimed([facts])
+    assert untimed(metrics(tmp_path / "resumed")) == untimed(metrics(tmp_path / "straight"))
+    assert {len(record["running_alpha"]) for record in metrics(tmp_path / "resumed")[-4:] if "loss" in record} == {3}
+
+
+def test_the_best_weights_that_a_state_names_stay_until_a_later_state(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The run gets worse at its end, so that what is saved are weights of an earlier step than the state's.
+    monkeypatch.setattr("selfspec_tune.train.loop.learning_rate", lambda step, **_: 3e-3 if step < 5 else 10.0)
+    options = {"eval_every": 1}
+    facts = train(make_config(output=tmp_path / "straight", **options))
+    config = make_config(output=tmp_path / "resumed", save_every=4, **options)
+    with pytest.raises(Killed):
+        train(config, at_step(6, kill))
+    kept = sorted(path.name for path in (tmp_path / "resumed" / "state").glob("best-*"))
+    again = train(config)
+    assert facts["best_step"] < 6 and untimed([again]) == untimed([facts])
+    assert kept and len(kept) <= 2
+    assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
+
+
 def test_ctrl_c_finishes_the_step_saves_a_state_and_resumes(make_config: Make, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     config = make_config(output=tmp_path / "stopped")
     with pytest.raises(KeyboardInterrupt):
         train(config, at_step(4, lambda: os.kill(os.getpid(), signal.SIGINT)))
     assert signal.getsignal(signal.SIGINT) is before
-    assert [p.name for p in (tmp_path / "stopped" / "state").iterdir()] == ["step-00000004"]
+    assert [p.name for p in (tmp_path / "stopped" / "state").glob("step-*")] == ["step-00000004"]
     assert not (tmp_path / "stopped" / "training.json").exists()
     train(config)
     train(make_config(output=tmp_path / "straight"))
@@ -203,7 +250,7 @@ def test_max_minutes_counts_the_time_before_a_resume(make_config: Make, monkeypa
 
 
 def test_a_diverging_run_stops(make_config: Make) -> None:
-    with pytest.raises(UserError, match="the loss is"):
+    with pytest.raises(UserError, match="at step"):
         train(make_config(learning_rate=1e30, warmup_steps=0, max_grad_norm=1e30, max_steps=20))
 
 
