@@ -78,17 +78,14 @@ class _Run:
         self.save_dtype = model.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         family = describe(model.config)
         if config.sequence_length > family.max_context:
-            raise UserError(
-                "sequence_length exceeds the context of the model",
-                got=config.sequence_length,
-                allowed=f"at most {family.max_context}",
-            )
+            allowed = f"at most {family.max_context}"
+            raise UserError("sequence_length exceeds the model's context", got=config.sequence_length, allowed=allowed)
         self.exits = resolve_exits(config.chosen_exits, family.num_layers)
         costs = assumed_costs(model, self.exits, extra_layers=int(config.method == "exit-head"))
         self.trained_on = trained_on.read(checkpoint.files_of(self.base)) or trained_on.TrainedOn()
         self.tokenizer = load_tokenizer(self.base)
-        texts = load_texts(config, self.tokenizer, self.ranks, report)
-        texts.check_vocabulary(family.vocab_size, self.base)
+        rank = accelerator.process_index
+        texts = load_texts(config, self.tokenizer, family.vocab_size, report, rank=rank, ranks=self.ranks)
         self.method = METHODS[config.method](Start(config, model, self.base, self.exits, self.save_dtype, accelerator))
         self.training, held_out = self.method.prepare(texts.training, texts.held_out, progress)
         self.position = Position(config.seed, config.exit_loss_weight, self.training)
@@ -159,16 +156,11 @@ class _Run:
         """Do one optimiser step as the schedules have it, and write its metrics."""
         config, position = self.config, self.position
         began = time.monotonic()
-        exits = active_exits(
-            self.exits,
-            config.exits_per_step,
-            position.step,
-            curriculum=config.exit_curriculum,
-            max_steps=config.max_steps,
-        )
+        steps, curriculum = config.max_steps, config.exit_curriculum
+        exits = active_exits(self.exits, config.exits_per_step, position.step, curriculum=curriculum, max_steps=steps)
         dropped = draw_dropped(self.method.drop_probabilities, position.generator)
         rate = learning_rate(
-            position.step, peak=config.learning_rate, warmup_steps=config.warmup_steps, max_steps=config.max_steps
+            position.step, peak=config.learning_rate, warmup_steps=config.warmup_steps, max_steps=steps
         )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -247,13 +239,10 @@ class _Run:
         self._read_clock()
         self.method.save(self.module, self.tokenizer, self.output, best["step"], self.about["config"])
         result = facts.of(position, after)
+        if self.config.skip_bad_records:
+            result["skipped"] = list(self.training.skipped)
+        self.training.hash_into(self.trained_on)
         if self.accelerator.is_main_process:
-            self._write_trained_on()
+            self.trained_on.write(self.output)
             checkpoint.write_facts(self.output, result, self.files)
         return result
-
-    def _write_trained_on(self) -> None:
-        """Write what the base was trained on and what this run has read, held-out records left out."""
-        for record in self.training.records:
-            self.trained_on.add(record.parts)
-        self.trained_on.write(self.output)

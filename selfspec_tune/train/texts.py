@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from selfspec_tune.config import TrainConfig
-from selfspec_tune.errors import UserError
 from selfspec_tune.progress import Report
 from selfspec_tune.train.data import Sequences, load_held_out, load_sequences
+from selfspec_tune.train.stream import Stream, open_stream
 
 
 @dataclass(frozen=True)
@@ -19,46 +19,48 @@ class Texts:
     general: sequences of general text; None where none is given.
     """
 
-    training: Sequences
+    training: Sequences | Stream
     held_out: Sequences
     general: Sequences | None
 
-    def check_vocabulary(self, vocab_size: int, base: str) -> None:
-        """Raise a UserError if a token of the training data is unknown to the model."""
-        if int(self.training.ids.max()) >= vocab_size:
-            raise UserError("the tokenizer has tokens that the model does not know", got=base)
 
-
-def load_texts(config: TrainConfig, tokenizer: Any, ranks: int, report: Report) -> Texts:
+def load_texts(config: TrainConfig, tokenizer: Any, vocab_size: int, report: Report, *, rank: int, ranks: int) -> Texts:
     """Read and tokenize what `config` names.
 
     Args:
         config: of the run.
         tokenizer: of the base.
+        vocab_size: tokens that the model knows.
+        report: told of what the data do not have, and of records left out.
+        rank: of this process.
         ranks: processes that train.
-        report: told of what the data do not have.
+
+    Raises:
+        UserError: a missing source, a bad record, too little text, or a token that the model does not know.
     """
-    training, held_out = load_sequences(
-        config.train_data,
-        config.eval_data,
-        tokenizer,
-        length=config.sequence_length,
-        num_train=config.max_steps * config.batch_size * config.gradient_accumulation * ranks,
-        num_eval=config.eval_sequences,
-        text_field=config.text_field,
-        messages_field=config.messages_field,
-        seed=config.seed,
-    )
+    reading = {"text_field": config.text_field, "messages_field": config.messages_field}
+    options: dict[str, Any] = {
+        "length": config.sequence_length,
+        "packing": not config.no_packing,
+        "skip_bad": config.skip_bad_records,
+        **reading,
+    }
+    of_training = {**options, "assistant_only": config.assistant_only, "num_eval": config.eval_sequences}
+    sources = (config.train_data, config.eval_data, tokenizer)
+    training: Sequences | Stream
+    if config.streaming:
+        training, held_out = open_stream(*sources, **of_training, seed=config.seed, rank=rank, ranks=ranks)
+    else:
+        count = config.max_steps * config.batch_size * config.gradient_accumulation * ranks
+        training, held_out = load_sequences(*sources, **of_training, seed=config.seed, num_train=count)
+        if config.assistant_only and not any(record.templated for record in training.records):
+            report({"notice": "warning: --assistant-only has no effect: no training record has chat messages"})
     general = None
     if config.general_data:
-        general = load_held_out(
-            config.general_data,
-            tokenizer,
-            length=config.sequence_length,
-            num=config.eval_sequences,
-            text_field=config.text_field,
-            messages_field=config.messages_field,
-        )
-    if config.assistant_only and not any(record.templated for record in training.records):
-        report({"notice": "--assistant-only has no effect: no training record has chat messages"})
+        general = load_held_out(config.general_data, tokenizer, num=config.eval_sequences, **options)
+    for part in (training, held_out, general):
+        if part is not None:
+            part.check_vocabulary(vocab_size)
+            for line in part.skipped:
+                report({"notice": line})
     return Texts(training, held_out, general)

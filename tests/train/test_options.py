@@ -108,3 +108,10 @@ def test_a_tracker_without_its_package_is_a_user_error(tracker: str, monkeypatch
     monkeypatch.setattr("selfspec_tune.train.options.importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=f"pip install {tracker}"):
         check_options(replace(CONFIG, tracker=tracker))
+
+
+def test_the_states_of_a_stream_are_not_kept() -> None:
+    head = replace(CONFIG, method="exit-head", cache_targets=Path("c"))
+    check_options(head)
+    with pytest.raises(UserError, match="not both"):
+        check_options(replace(head, streaming=True))
