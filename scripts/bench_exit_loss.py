@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -127,12 +128,19 @@ def peak_bytes(work: Callable[[], None], device: str) -> int:
 
 def measure(size: Size, run: str) -> dict[str, Any]:
     """Measure one run in this process."""
-    resident, begin = resident_peak(), time.perf_counter()
-    peak = peak_bytes(lambda: step(size, run), size.device)
+    resident, seconds = resident_peak(), 0.0
+
+    def timed() -> None:
+        nonlocal seconds
+        begin = time.perf_counter()
+        step(size, run)
+        seconds = time.perf_counter() - begin
+
+    peak = peak_bytes(timed, size.device)
     return {
         "peak_bytes": peak,
         "resident_bytes": resident_peak() - resident if size.device == "cpu" else None,
-        "seconds": time.perf_counter() - begin,
+        "seconds": seconds,
     }
 
 
@@ -202,9 +210,11 @@ def main(arguments: list[str] | None = None) -> int:
 def bench(size: Size, runs: tuple[str, ...], arguments: list[str]) -> dict[str, Any]:
     """Measure each run in a process of its own."""
     measured = {}
+    # The profiler says that it starts and stops.
+    environment = {**os.environ, "KINETO_LOG_LEVEL": "99"}
     for run in runs:
         command = [sys.executable, __file__, *arguments, "--run", run]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
         measured[run] = json.loads(done.stdout.splitlines()[-1])
     device = torch.cuda.get_device_name(size.device) if size.device != "cpu" else "CPU"
     return {
