@@ -1,7 +1,7 @@
 """Operations of self-speculative decoding, one name per op. Knows torch, numba (CPU) and triton (GPU) only.
 
-`ops` says which implementation of an op runs: `cpu` holds the compiled ones, `packed_linear` the one for GPUs,
-`reference` the PyTorch oracles.
+`ops` says which implementation of an op runs: `cpu` holds the compiled ones, `packed_linear` and `exit_loss_kernel`
+those for GPUs, `reference` the PyTorch oracles.
 """
 
 from selfspec_kernels import cpu

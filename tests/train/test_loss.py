@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfspec_tune.train.loss import agreement_counts, early_exit_loss, mixture_weight
+from selfspec_tune.train.loss import agreement_counts, early_exit_loss
 
 # fp32: sums over V = 50 in another order; 1e-5 relative is a few ulp of the largest entries.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -143,6 +142,17 @@ def test_without_a_norm_hidden_states_are_taken_as_they_are() -> None:
     assert_near(gradients[:-1], given.gradients(expected), 1e-12)
 
 
+def test_hidden_states_that_are_not_contiguous_get_their_gradients() -> None:
+    given = example(1, torch.float64, (3, 9))
+    options: dict[str, Any] = {"shares": (0.5, 0.5), "norm": given.norm, "chunk": 5}
+    expected = given.gradients(early_exit_loss(given.hidden, given.weight, given.targets, **options)[0])
+    given.hidden = [
+        each.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for each in given.hidden
+    ]
+    got = given.gradients(early_exit_loss(given.hidden, given.weight, given.targets, **options)[0])
+    assert_near(got, expected, 0.0)
+
+
 def test_the_base_may_have_a_head_of_its_own() -> None:
     given = example(1, torch.float64)
     total, losses, _ = early_exit_loss(
@@ -253,7 +263,7 @@ def test_bf16_autocast_stays_near_fp32(kind: Any) -> None:
 
 def test_bf16_weights_collect_their_gradient_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts of the vocabulary, so that no second [V, d] is made for the products."""
-    monkeypatch.setattr("selfspec_tune.train.loss.LOGITS_PER_CHUNK", 16 * SIZE)
+    monkeypatch.setattr("selfspec_tune.train.fused_loss.LOGITS_PER_CHUNK", 16 * SIZE)
     given = example(1, torch.float32, (400,))
     expected = given.gradients(unfused(given, (0.5, 0.5), "kl")[0])[-2]
     small = given.weight.detach().bfloat16().requires_grad_()
@@ -272,12 +282,6 @@ def test_gradients_are_handed_over_not_copied_and_once() -> None:
     assert [each.grad.data_ptr() for each in (given.weight, *given.hidden) if each.grad is not None] == kept
     with pytest.raises(RuntimeError, match="taken before"):
         total.backward()
-
-
-def test_kl_leads_the_mixture_until_the_exit_agrees() -> None:
-    assert mixture_weight(0.0) == 1.0
-    assert mixture_weight(1.0) == pytest.approx(math.exp(-3))
-    assert mixture_weight(0.5, eta=0.0) == 1.0
 
 
 @pytest.mark.parametrize(
