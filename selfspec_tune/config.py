@@ -179,9 +179,10 @@ class TrainConfig(ModelConfig):
     max_perplexity_increase: str = "2%"
     """Budget: largest rise of full-depth perplexity over the base, on held-out and on general text each, for a
     checkpoint to be kept."""
-    over_budget: Literal["stop", "lower"] = "stop"
+    over_budget: Literal["stop", "lower", "shrink"] = "stop"
     """When an evaluation is over the budget. stop: end with the best checkpoint within it. lower: go back to that one
-    and halve the exits' share of the loss."""
+    and halve the exits' share of the loss. shrink: go on, and at the end take back as much of what was trained as the
+    budget needs, by interpolating with the base."""
     text_field: str = "text"
     """Field that holds the text. Records with prompt and completion instead are trained on the completion."""
     messages_field: str = "messages"
@@ -228,6 +229,13 @@ class TrainConfig(ModelConfig):
     anchor_weight: float = 0.0
     """Share of the final layer's loss that is KL to the base's distribution instead of the data. With LoRA the base is
     the same weights; without, a frozen copy is kept."""
+    anchor_data: tuple[str, ...] = ()
+    """General text on which only the final layer is trained, to stay as the base is (KL), in a pass of its own at every
+    step. May be repeated."""
+    anchor_batch_size: int = 1
+    """Sequences of --anchor-data per step and process, besides those of --batch-size."""
+    anchor_data_weight: float = 1.0
+    """Weight of that pass's loss, beside the loss on the training data."""
     layer_dropout: float = 0.1
     """Largest probability that a layer is dropped at a step, p_max."""
     dropout_schedule: Literal["exponential", "uniform"] = "exponential"

@@ -66,7 +66,7 @@ def identity(config: TrainConfig) -> dict[str, Any]:
     directory = checkpoint_dir(str(config.model))
     if config.method == "exit-head" and directory is not None:
         options["checkpoint"] = fingerprint(directory)  # a head is of no use to other weights in the same place
-    for name in ("train_data", "eval_data", "general_data"):
+    for name in ("train_data", "eval_data", "general_data", "anchor_data"):
         options[name] = [str(Path(s).resolve()) if Path(s).exists() else s for s in options[name]]
     plain: dict[str, Any] = json.loads(json.dumps(options))
     return plain

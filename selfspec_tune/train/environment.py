@@ -37,7 +37,7 @@ def make_accelerator(config: TrainConfig) -> Any:
     accelerator = Accelerator(
         cpu=device.type == "cpu",
         mixed_precision=mixed_precision(config.mixed_precision, device),
-        gradient_accumulation_steps=config.gradient_accumulation,
+        gradient_accumulation_steps=num_passes(config),
         log_with=None if config.tracker == "none" else config.tracker,
         project_config=ProjectConfiguration(project_dir=events, logging_dir=events),
         # A dropped layer has no gradient, and the reducer must not wait for one.
@@ -47,6 +47,11 @@ def make_accelerator(config: TrainConfig) -> Any:
     check_sharding(accelerator, config)
     set_seed(config.seed)
     return accelerator
+
+
+def num_passes(config: TrainConfig) -> int:
+    """Return how many forward passes one optimiser step takes."""
+    return config.gradient_accumulation + bool(config.anchor_data)
 
 
 def tear_down() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from selfspec_tune.config import TrainConfig
+
 MAX_LOWERED = 4
 """Times that the exits' share is halved; if perplexity is still beyond the budget then, something else raises it."""
 STOPPED = {
@@ -31,6 +33,12 @@ def check_finite(loss: float, gradient_norm: float, step: int) -> None:
     for name, value in (("loss", loss), ("norm of the gradient", gradient_norm)):
         if not math.isfinite(value):
             raise Diverged(f"the {name} is {value} at step {step}")
+
+
+def keeps_base(config: TrainConfig) -> tuple[int, ...]:
+    """Return the step of the base if its trained weights must be kept beside the best ones, to go back towards them."""
+    back = config.over_budget == "lower" or (config.over_budget == "shrink" and not config.lora_rank)
+    return (0,) if back else ()
 
 
 def increases(before: dict[str, Any], now: dict[str, Any]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from selfspec_tune.progress import Report
 from selfspec_tune.train import guard
 from selfspec_tune.train.evaluate import Evaluator
 from selfspec_tune.train.position import Position
+from selfspec_tune.train.shrink import interpolated, largest_share
 from selfspec_tune.train.weights import KeptWeights, rounded
 
 
@@ -50,18 +51,15 @@ class Judge:
         position = self.position
         if position.evaluated == position.step:
             return
-        adapted = bool(self.config.lora_rank)  # adapters are merged and rounded at the end, and measured again then
-        with nullcontext() if adapted or position.step == 0 else rounded(self.module, self.save_dtype):
-            record = {"step": position.step, **self.evaluator.measure(self.module)}
+        record = self._measure()
         position.evaluated, position.last = position.step, record
         if position.step == 0:
             position.before = record
             self.log(record)
-            if self.config.over_budget == "lower":
+            if self.kept.always:
                 self.kept.write(self.module, 0)
             return
-        rises = guard.increases(position.before, record)
-        over = guard.beyond(rises, parse_share("max_perplexity_increase", self.config.max_perplexity_increase))
+        rises, over = self._rises(record)
         self.log({**record, "perplexity_increase": rises, "within_budget": not over})
         if over:
             self._over_budget(over, rises)
@@ -69,10 +67,43 @@ class Judge:
             position.best = record
             self.kept.write(self.module, position.step)
 
+    def shrink(self) -> None:
+        """Bring the last weights back into the budget where they are beyond it, and keep them if they are best then."""
+        position = self.position
+        if self.config.over_budget != "shrink" or not self._rises(position.last)[1]:
+            return
+        trained = {name: weight.clone() for name, weight in self.kept.taken(self.module).items()}
+        base = None if self.config.lora_rank else self.kept.load(0)
+
+        def measure(share: float) -> dict[str, Any]:
+            self.kept.put(self.module, interpolated(base, trained, share) if trained else {})
+            record = {**self._measure(), "share_kept": share}
+            rises, over = self._rises(record)
+            self.log({**record, "perplexity_increase": rises, "within_budget": not over})
+            return record
+
+        found = largest_share(measure, lambda record: not self._rises(record)[1])
+        if found is not None and guard.better(found[1], position.best):
+            share, position.best = found
+            self.kept.put(self.module, interpolated(base, trained, share) if trained else {})
+            self.kept.write(self.module, position.step)
+
     def restore(self, step: int) -> None:
         """Put the weights of the best step, or of the base, back into the module."""
-        if step != self.position.step:
+        shrunk = self.position.best is not None and "share_kept" in self.position.best
+        if step != self.position.step or shrunk:
             self.kept.read(self.module, step)
+
+    def _measure(self) -> dict[str, Any]:
+        adapted = bool(self.config.lora_rank)  # adapters are merged and rounded at the end, and measured again then
+        with nullcontext() if adapted or self.position.step == 0 else rounded(self.module, self.save_dtype):
+            return {"step": self.position.step, **self.evaluator.measure(self.module)}
+
+    def _rises(self, record: dict[str, Any]) -> tuple[dict[str, float], list[str]]:
+        """Return by how much perplexity rose on each text, and the texts where that is beyond the budget."""
+        rises = guard.increases(self.position.before, record)
+        limit = parse_share("max_perplexity_increase", self.config.max_perplexity_increase)
+        return rises, guard.beyond(rises, limit)
 
     def _over_budget(self, over: list[str], rises: dict[str, float]) -> None:
         """End the run; or go back to the best weights, with half of the loss given to the exits.
@@ -80,6 +111,8 @@ class Judge:
         Going back, steps, data and schedules go on, and the optimizer keeps its moments, which fade in a few steps.
         """
         position = self.position
+        if self.config.over_budget == "shrink":
+            return
         spent = position.lowered == guard.MAX_LOWERED or position.exit_share == 0
         if self.config.over_budget == "stop" or spent:
             position.stopped = "max_perplexity_increase"

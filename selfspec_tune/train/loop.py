@@ -88,12 +88,13 @@ class _Run:
         texts = load_texts(config, self.tokenizer, family.vocab_size, report, rank=rank, ranks=self.ranks)
         self.method = METHODS[config.method](Start(config, model, self.base, self.exits, self.save_dtype, accelerator))
         self.training, held_out = self.method.prepare(texts.training, texts.held_out, progress)
+        self.anchor_data = texts.anchor
         self.position = Position(config.seed, config.exit_loss_weight, self.training)
         self.module, self.optimizer = self._prepare(self.method.module.train())
         self.update = Update(config, accelerator, self.module, self.optimizer)
         device, size = accelerator.device, config.batch_size
         self.evaluator = Evaluator(held_out, texts.general, self.exits, costs, size, device, progress)
-        self.kept = KeptWeights(accelerator, self.states, always=(0,) if config.over_budget == "lower" else ())
+        self.kept = KeptWeights(accelerator, self.states, always=guard.keeps_base(config))
         self.judge = Judge(
             config, self.module, self.position, self.evaluator, self.kept, self.save_dtype, self._log, report
         )
@@ -101,7 +102,9 @@ class _Run:
         self.metrics = Metrics(self.output / self.files.metrics, enabled=accelerator.is_main_process)
         self.about = {
             "config": checkpoint.identity(config),
-            "data": "".join(each.digest() for each in (self.training, held_out, texts.general) if each is not None),
+            "data": "".join(
+                each.digest() for each in (self.training, held_out, texts.general, texts.anchor) if each is not None
+            ),
             "processes": self.ranks,
         }
 
@@ -167,7 +170,7 @@ class _Run:
         of_step: dict[str, Any] = {"exit_share": position.exit_share}
         if config.exit_loss == "mixture":
             of_step["mixture"] = [mixture_weight(position.alpha.get(layer, 0.0)) for layer in exits]
-        taken = self.update.take(position.step + 1, self._batches(), exits, dropped, **of_step)
+        taken = self.update.take(position.step + 1, self._batches(), exits, dropped, self._anchored(), **of_step)
         position.note_acceptance(exits, taken.accepted)
         tokens = config.batch_size * config.gradient_accumulation * self.ranks * config.sequence_length
         position.step += 1
@@ -195,6 +198,15 @@ class _Run:
             first = self.position.sequences + self.accelerator.process_index * count
             self.position.sequences += count * self.ranks
             yield [tensor.to(device) for tensor in self.training.batch(first, count, seed=self.config.seed)]
+
+    def _anchored(self) -> list[torch.Tensor] | None:
+        """Return this rank's batch of the anchor's data for this step; None where there are none."""
+        if self.anchor_data is None:
+            return None
+        count = self.config.anchor_batch_size
+        first = (self.position.step * self.ranks + self.accelerator.process_index) * count
+        batch = self.anchor_data.batch(first, count, seed=self.config.seed)
+        return [tensor.to(self.accelerator.device) for tensor in batch]
 
     def _is_over(self) -> bool:
         minutes = self.config.max_minutes
@@ -226,6 +238,8 @@ class _Run:
 
     def _finish(self) -> dict[str, Any]:
         """Save the best weights within the budget, if there are any, and return the facts."""
+        if self.position.stopped != "diverged":
+            self.judge.shrink()
         position, best = self.position, self.position.best
         facts = outcome.Facts(self.config, self.base, self.save_dtype, self.about["config"], self.evaluator)
         if best is None:
@@ -234,7 +248,7 @@ class _Run:
         checkpoint.round_weights(self.module, self.save_dtype)
         after = best
         if self.config.lora_rank:  # judged before they were merged and rounded
-            after = {"step": best["step"], **self.evaluator.measure(self.module)}
+            after = {**best, **self.evaluator.measure(self.module)}
             self._log({**after, "merged": True})
         self._read_clock()
         self.method.save(self.module, self.tokenizer, self.output, best["step"], self.about["config"])

@@ -161,6 +161,11 @@ class _Site:
         return product.T if self.is_embedding else product
 
 
+def starts_at_zero(name: str) -> bool:
+    """Whether a parameter is the factor of an adapter that is zero before training: what it adds is linear in it."""
+    return ".lora_B." in name or ".lora_embedding_A." in name
+
+
 def _sites(model: nn.Module) -> list[_Site]:
     return [_Site(path, module) for path, module in model.named_modules() if hasattr(module, "lora_embedding_A")]
 

@@ -68,7 +68,7 @@ class LayerSkip:
         elif config.freeze_embeddings:
             model.get_input_embeddings().requires_grad_(False)
             model.get_output_embeddings().requires_grad_(False)
-        if config.anchor_weight and not config.lora_rank:
+        if (config.anchor_weight or config.anchor_data) and not config.lora_rank:
             base = frozen_copy(model, share_embeddings=config.freeze_embeddings, compute=compute)
             base.to(start.accelerator.device)
         widen(model, keep_frozen=model.dtype == start.save_dtype == compute)

@@ -65,6 +65,7 @@ class EarlyExitModule(nn.Module):
         *,
         mixture: Sequence[float] | None = None,
         exit_share: float | None = None,
+        anchor: float | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Return the loss in training mode, counts in evaluation mode; see `loss.py` for both.
 
@@ -75,12 +76,14 @@ class EarlyExitModule(nn.Module):
             dropped: layers that are not run. The base runs all of its own.
             mixture: for the loss `mixture`, the weight of KL at each exit, see `mixture_weight`.
             exit_share: share of the loss given to the exits at this step; `exit_loss_weight` if None.
+            anchor: share of the final layer's loss that is KL to the base; `anchor_weight` if None.
 
         Returns:
             Training: (total, losses, agreements), see `early_exit_loss`. Evaluation: ([2 + exits] counts,).
         """
         targets, head = predictions(ids, counted), head_weight(self.model)
-        teacher, base_head = self._base_final(ids) if self.training and self.anchor_weight else (None, None)
+        anchor = self.anchor_weight if anchor is None else anchor
+        teacher, base_head = self._base_final(ids) if self.training and anchor else (None, None)
         hidden = self.hidden_states(ids, exits, dropped)
         if not self.training:
             return (agreement_counts(hidden, head, targets, norm=self.model.model.norm),)
@@ -95,7 +98,7 @@ class EarlyExitModule(nn.Module):
             norm=self.model.model.norm,
             teacher=teacher,
             teacher_weight=base_head,
-            anchor=self.anchor_weight,
+            anchor=anchor,
         )
 
     def normed_hidden(

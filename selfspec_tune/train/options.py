@@ -17,9 +17,13 @@ AT_LEAST_ONE = (
     "eval_every",
     "eval_sequences",
     "save_every",
+    "anchor_batch_size",
 )
 
 OF_LAYER_SKIP = (
+    "anchor_batch_size",
+    "anchor_data",
+    "anchor_data_weight",
     "anchor_weight",
     "dropout_schedule",
     "exit_curriculum",
@@ -58,6 +62,10 @@ def _trains_no_exit(config: TrainConfig) -> bool:
     return config.method == "layer-skip" and config.exit_loss_weight == 0
 
 
+def _cannot_lower(config: TrainConfig) -> bool:
+    return _trains_no_exit(config) and config.over_budget == "lower"
+
+
 IDLE = (
     Idle("lora_alpha", lambda c: c.lora_rank == 0, "without --lora-rank"),
     Idle("lora_targets", lambda c: c.lora_rank == 0, "without --lora-rank"),
@@ -70,7 +78,9 @@ IDLE = (
     Idle("exit_curriculum", _trains_no_exit, "with --exit-loss-weight 0: no exit is trained"),
     Idle("exit_weights", _trains_no_exit, "with --exit-loss-weight 0: no exit is trained"),
     Idle("exit_loss", _trains_no_exit, "with --exit-loss-weight 0: no exit is trained"),
-    Idle("over_budget", _trains_no_exit, "with --exit-loss-weight 0: the exits' share cannot be lowered"),
+    Idle("anchor_batch_size", lambda c: not c.anchor_data, "without --anchor-data"),
+    Idle("anchor_data_weight", lambda c: not c.anchor_data, "without --anchor-data"),
+    Idle("over_budget", _cannot_lower, "with --exit-loss-weight 0: the exits' share cannot be lowered"),
     Idle("anchor_weight", lambda c: c.exit_loss_weight == 1, "with --exit-loss-weight 1: the final layer has no share"),
 )
 """Options that do nothing in a combination that is allowed. Those of the other method are errors."""
@@ -96,7 +106,7 @@ def check_options(config: TrainConfig) -> None:
     _check("sequence_length", config.sequence_length, config.sequence_length >= 2, "2 or more")
     for name in ("warmup_steps", "weight_decay", "lora_rank"):
         _check(name, getattr(config, name), getattr(config, name) >= 0, "0 or more")
-    for name in ("learning_rate", "max_grad_norm", "lora_alpha"):
+    for name in ("learning_rate", "max_grad_norm", "lora_alpha", "anchor_data_weight"):
         _check(name, getattr(config, name), getattr(config, name) > 0, "above 0")
     for name in ("exit_loss_weight", "anchor_weight"):
         _check(name, getattr(config, name), 0 <= getattr(config, name) <= 1, "0..1")

@@ -49,6 +49,7 @@ class Facts:
             "steps": position.step,
             "stopped_by": position.stopped or ("max_steps" if done else "max_minutes"),
             "best_step": after["step"] if saved else None,
+            **({"share_kept": after["share_kept"]} if "share_kept" in after else {}),
             "improved": saved and guard.score(after) > guard.score(before),
             "tokens": position.tokens,
             "seconds": position.seconds,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from selfspec_tune.config import TrainConfig
+from selfspec_tune.train.environment import num_passes
 from selfspec_tune.train.guard import check_finite
 
 
@@ -18,7 +19,8 @@ class Taken:
 
     Attributes:
         loss: the total.
-        losses: each layer's own loss: "final", the exits by number, and with an anchor "anchor".
+        losses: each layer's own loss: "final", the exits by number, with an anchor "anchor", and "anchor_data", the KL
+            on the anchor's own text.
         accepted: the acceptance probability of each exit trained, mean Σ min(p, q).
         gradient_norm: before clipping.
     """
@@ -42,6 +44,7 @@ class Update:
         batches: Iterable[Sequence[torch.Tensor]],
         exits: tuple[int, ...],
         dropped: frozenset[int],
+        anchored: Sequence[torch.Tensor] | None = None,
         **of_step: Any,
     ) -> Taken:
         """Do step `number`, from 1.
@@ -51,30 +54,46 @@ class Update:
             batches: `gradient_accumulation` of them, each what `Sequences.batch` gives.
             exits: active exits.
             dropped: layers that are not run.
+            anchored: a batch on which the final layer, with all layers run, is held to the base; comes first.
             of_step: the rest of what the module's `forward` takes at a step.
 
         Raises:
             Diverged: the loss or the norm of the gradient is not finite; the weights are as before the step.
         """
         accelerator, many = self.accelerator, self.config.gradient_accumulation
-        sums, values = torch.zeros(0), [0.0]
+        sums, values, held = torch.zeros(0), [0.0], torch.zeros(1, device=accelerator.device)
+        if anchored is not None:
+            held = self._hold(anchored)
+        # accelerate divides by the passes of a step, of which the anchor's is one.
+        scale = num_passes(self.config) / many
         for index, (ids, counted, *states) in enumerate(batches):
             with accelerator.accumulate(self.module):
                 total, losses, agreed = self.module(ids, counted, exits, dropped, *states, **of_step)
-                accelerator.backward(total)
+                accelerator.backward(total * scale)
                 found = torch.cat([total.detach()[None], losses, agreed[1:]]) / many
                 sums = sums + found if index else found
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(self.module.parameters(), self.config.max_grad_norm)
-                    values = accelerator.reduce(torch.cat([sums, _whole(norm).to(sums)[None]]), "mean").tolist()
+                    values = accelerator.reduce(torch.cat([sums, held, _whole(norm).to(sums)[None]]), "mean").tolist()
                     check_finite(values[0], values[-1], number)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         names = ["final", *map(str, exits), "anchor"]
-        loss, *own, gradient_norm = values
+        loss, *own, kept, gradient_norm = values
         accepted = own[len(own) - len(exits) :]
         own = own[: len(own) - len(exits)]
-        return Taken(loss, dict(zip(names, own, strict=False)), accepted, gradient_norm)
+        named = dict(zip(names, own, strict=False))
+        if anchored is not None:
+            loss, named["anchor_data"] = loss + self.config.anchor_data_weight * kept, kept
+        return Taken(loss, named, accepted, gradient_norm)
+
+    def _hold(self, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Add the gradients of KL(base || model) on a batch; return that KL, [1]."""
+        accelerator = self.accelerator
+        with accelerator.accumulate(self.module):
+            total, _, _ = self.module(*batch, (), anchor=1.0)
+            accelerator.backward(total * num_passes(self.config) * self.config.anchor_data_weight)
+        return total.detach()[None]
 
 
 def _whole(norm: Any) -> torch.Tensor:

@@ -17,11 +17,13 @@ class Texts:
     training: sequences to train on.
     held_out: sequences of the same domain, never trained on.
     general: sequences of general text; None where none is given.
+    anchor: sequences on which the model is held to its base; None where none are given.
     """
 
     training: Sequences | Stream
     held_out: Sequences
     general: Sequences | None
+    anchor: Sequences | None
 
 
 def load_texts(config: TrainConfig, tokenizer: Any, vocab_size: int, report: Report, *, rank: int, ranks: int) -> Texts:
@@ -58,9 +60,13 @@ def load_texts(config: TrainConfig, tokenizer: Any, vocab_size: int, report: Rep
     general = None
     if config.general_data:
         general = load_held_out(config.general_data, tokenizer, num=config.eval_sequences, **options)
-    for part in (training, held_out, general):
+    anchor = None
+    if config.anchor_data:
+        count = config.max_steps * config.anchor_batch_size * ranks
+        anchor = load_held_out(config.anchor_data, tokenizer, num=count, **options)
+    for part in (training, held_out, general, anchor):
         if part is not None:
             part.check_vocabulary(vocab_size)
             for line in part.skipped:
                 report({"notice": line})
-    return Texts(training, held_out, general)
+    return Texts(training, held_out, general, anchor)

@@ -56,8 +56,7 @@ class KeptWeights:
 
     def write(self, module: nn.Module, step: int) -> None:
         """Keep the trained weights of a step; earlier ones go, unless the latest state needs them."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        weights = get_model_state_dict(module, options=options)
+        weights = self.taken(module)
 
         def save() -> None:
             if self.accelerator.is_main_process:
@@ -67,12 +66,26 @@ class KeptWeights:
         write_together(self.accelerator, save, self.directory)
         self._prune({step} | self.in_state)
 
+    def taken(self, module: nn.Module) -> dict[str, Any]:
+        """Return the trained weights on the CPU; where they are shards, nothing on ranks but the main one."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        weights: dict[str, Any] = get_model_state_dict(module, options=options)
+        return weights
+
     def read(self, module: nn.Module, step: int) -> None:
         """Put the weights of a step back into the module."""
+        self.put(module, self.load(step))
+
+    def load(self, step: int) -> dict[str, Any]:
+        """Return the weights kept of a step; nothing on ranks but the main one."""
+        if not self.accelerator.is_main_process:
+            return {}
+        weights: dict[str, Any] = torch.load(self._path(step), map_location="cpu", weights_only=True)
+        return weights
+
+    def put(self, module: nn.Module, weights: dict[str, Any]) -> None:
+        """Put weights of the main rank into the module."""
         several = self.accelerator.num_processes > 1
-        weights: dict[str, Any] = {}
-        if self.accelerator.is_main_process:
-            weights = torch.load(self._path(step), map_location="cpu", weights_only=True)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=several, strict=False)
         set_model_state_dict(module, weights, options=options)
         self.accelerator.wait_for_everyone()

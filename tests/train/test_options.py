@@ -26,6 +26,8 @@ ROWS: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("exit_curriculum", "gradual", {"exit_loss_weight": 0.0}, {"exit_loss_weight": 0.1}),
     ("exit_weights", "linear", {"exit_loss_weight": 0.0, "exits_per_step": 2}, {"exits_per_step": 2}),
     ("exit_loss", "tv", {"exit_loss_weight": 0.0}, {"exit_loss_weight": 0.1}),
+    ("anchor_batch_size", 2, {}, {"anchor_data": ("general.txt",)}),
+    ("anchor_data_weight", 0.5, {}, {"anchor_data": ("general.txt",)}),
     ("over_budget", "lower", {"exit_loss_weight": 0.0}, {"exit_loss_weight": 0.1}),
     ("anchor_weight", 0.5, {"exit_loss_weight": 1.0}, {"exit_loss_weight": 0.9}),
 ]
@@ -78,6 +80,9 @@ def test_values_out_of_range_are_user_errors(options: dict[str, Any], named: str
 
 
 CHANGED = {
+    "anchor_batch_size": 2,
+    "anchor_data": ("general.txt",),
+    "anchor_data_weight": 0.5,
     "anchor_weight": 0.5,
     "dropout_schedule": "uniform",
     "exit_curriculum": "gradual",
