@@ -47,7 +47,12 @@ def train(
     is saved is the evaluation with the best estimated speed-up of those within --max-perplexity-increase; if there is
     none, nothing is saved and the exit code is 1, as it is where the best is no faster than the base.
 
-    The same command again resumes an interrupted run, and does nothing for a finished one.
+    The same command again resumes an interrupted run, and does nothing for a finished one. Ctrl-C and SIGTERM finish
+    the step, save a state and exit with 130 and 143; told a second time, the process ends at once.
+
+    Several processes and machines: `accelerate launch -m selfspec_tune train ...` with the same options, and an
+    --output that all machines share. With --use_fsdp --fsdp_version 2 weights, gradients and moments are sharded over
+    the processes; the layers are the units, whatever else it is told.
 
     \b
     Examples:
@@ -58,6 +63,8 @@ def train(
           --train-data wikitext:wikitext-2-raw-v1:train[:5000]
       selfspec train --method exit-head --model MODEL --output MODEL --train-data chats.jsonl --exits 10 \\
           --learning-rate 5e-4 --max-steps 1000
+      accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 -m selfspec_tune train --model MODEL \\
+          --output trained/ --train-data chats.jsonl
     """
     layers = {"--set": configs.parse_assignments(assignments or []), "flag": flags}
     if recipe:
@@ -67,7 +74,7 @@ def train(
         _print_config(config, layers)
         return
 
-    from selfspec_tune.train import checkpoint, loop
+    from selfspec_tune.train import checkpoint, environment, loop
     from selfspec_tune.train.options import check_options, idle_options
 
     check_options(config)
@@ -78,14 +85,20 @@ def train(
     else:
         if speaks:
             _warn(config, idle_options(config))
-        with training_view(config, shown=speaks) as (progress, report):
-            facts = loop.train(config, progress, report)
+        try:
+            with training_view(config, shown=speaks) as (progress, report):
+                facts = loop.train(config, progress, report)
+        except (KeyboardInterrupt, SystemExit):
+            if speaks:
+                console.notice(checkpoint.where_it_stopped(config))
+            raise
     if speaks:
         if config.json:
             console.print_json(facts)
         else:
             _print(facts, config)
         _print_verdict(facts, config)
+    environment.tear_down()
     if not facts.get("improved", True):
         raise typer.Exit(1)
 

@@ -6,6 +6,7 @@ what is measured, `guard.py` when a run has gone wrong.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +29,10 @@ from selfspec_tune.train.metrics import Metrics, flat
 from selfspec_tune.train.options import check_options
 from selfspec_tune.train.position import Position
 from selfspec_tune.train.schedule import active_exits, draw_dropped, learning_rate, mixture_weight, resolve_exits
+from selfspec_tune.train.sharding import prepare
 from selfspec_tune.train.step import Update
 from selfspec_tune.train.texts import load_texts
+from selfspec_tune.train.trackers import finish_trackers, start_trackers
 from selfspec_tune.train.weights import KeptWeights
 
 
@@ -60,7 +63,7 @@ def train(config: TrainConfig, progress: Progress = silent, report: Report = unh
     try:
         return _Run(config, accelerator, progress, report).to_the_end()
     finally:
-        accelerator.end_training()
+        finish_trackers(accelerator)  # the process group is left by the caller, when all is written and printed
 
 
 class _Run:
@@ -112,6 +115,8 @@ class _Run:
         position = self.position
         self.metrics.rewind(position.step if resumed else None)
         self.kept.state_saved(position.best["step"] if position.best else None)
+        at = position.step if resumed else None
+        start_trackers(self.accelerator, self.about["config"], self.output, position.run, resumed_at=at)
         self.started = time.monotonic() - position.seconds
         if not resumed:
             self.judge.now()
@@ -133,7 +138,7 @@ class _Run:
                 self._step()
                 if self._agree(interrupted.is_set()):
                     self._save_state()
-                    raise KeyboardInterrupt
+                    interrupted.leave(terminated=self._agree(interrupted.signal == signal.SIGTERM))
                 self.judge.if_due()
                 if position.step % self.config.save_every == 0 and not self._is_over():
                     self._save_state()
@@ -146,7 +151,7 @@ class _Run:
         vectors = [p for p in module.parameters() if p.requires_grad and p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         adamw = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
-        module, optimizer = self.accelerator.prepare(module, adamw)
+        module, optimizer = prepare(self.accelerator, module, adamw)
         self.accelerator.register_for_checkpointing(self.position)
         return module, optimizer
 

@@ -22,6 +22,7 @@ from selfspec_tune.train.lora import add_adapters
 from selfspec_tune.train.module import EarlyExitModule, ExitHeadModule
 from selfspec_tune.train.schedule import drop_probabilities
 from selfspec_tune.train.targets import cached_states
+from selfspec_tune.train.writing import write_together
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,18 @@ class FrozenHead:
     def save(self, module: nn.Module, tokenizer: Any, output: Path, steps: int, options: dict[str, Any]) -> None:
         """Complete `output` to a checkpoint with the target's own files, then write the head. All ranks call this."""
         start = self.start
-        if start.accelerator.is_main_process:
+
+        def write() -> None:
+            if not start.accelerator.is_main_process:
+                return
             checkpoint.link_files(self.source, output)
             if fingerprint(output) != self.fingerprint:
                 raise UserError(f"the files of {self.source} changed while the head was trained", command="train anew")
             facts = HeadFacts(self.exit_layer, self.fingerprint, start.config.exit_loss, steps, options)
             head = start.accelerator.unwrap_model(module).head
             save_exit_head(output, head, facts, start.save_dtype)
-        start.accelerator.wait_for_everyone()
+
+        write_together(start.accelerator, write, output)
 
     def _states(self, directory: Path, data: Sequences, progress: Progress) -> torch.Tensor:
         assert isinstance(self.module, ExitHeadModule)

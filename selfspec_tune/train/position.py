@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ class Position:
         exit_share: share of the loss given to the exits.
         lowered: times that the share was halved.
         alpha: exit layer → running mean of the acceptance probability in training.
+        run: id of the run for trackers.
         generator: of the layers dropped.
     """
 
@@ -43,6 +45,7 @@ class Position:
         self.exit_share = exit_share
         self.lowered = 0
         self.alpha: dict[int, float] = {}
+        self.run = secrets.token_hex(4)
         self.generator = torch.Generator().manual_seed(seed)
         self._data = data if hasattr(data, "state_dict") else None
 

@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from selfspec_tune.files import temporary_beside
+from selfspec_tune.train.sharding import reshard
+from selfspec_tune.train.writing import write_together
 
 
 @contextmanager
@@ -20,6 +22,7 @@ def rounded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
     Outside they have their own bits again. Takes a copy of the weights in a wider dtype, while there are no gradients.
     """
+    reshard(module)
     wider = [parameter for parameter in module.parameters() if dtype.itemsize < parameter.dtype.itemsize]
     kept = [(parameter, parameter.detach().clone()) for parameter in wider]
     try:
@@ -28,6 +31,7 @@ def rounded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                 parameter.copy_(parameter.to(dtype))
         yield
     finally:
+        reshard(module)
         with torch.no_grad():
             for parameter, own in kept:
                 parameter.copy_(own)
@@ -54,11 +58,14 @@ class KeptWeights:
         """Keep the trained weights of a step; earlier ones go, unless the latest state needs them."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         weights = get_model_state_dict(module, options=options)
-        if self.accelerator.is_main_process:
-            with temporary_beside(self._path(step)) as temporary:
-                torch.save(weights, temporary)
+
+        def save() -> None:
+            if self.accelerator.is_main_process:
+                with temporary_beside(self._path(step)) as temporary:
+                    torch.save(weights, temporary)
+
+        write_together(self.accelerator, save, self.directory)
         self._prune({step} | self.in_state)
-        self.accelerator.wait_for_everyone()
 
     def read(self, module: nn.Module, step: int) -> None:
         """Put the weights of a step back into the module."""

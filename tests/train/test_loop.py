@@ -206,6 +206,17 @@ def test_another_run_in_the_same_output_is_refused_by_name(make_config: Make, fi
     train(replace(config, save_every=1, eval_every=1, json=True, max_minutes=60.0))
 
 
+def test_a_run_recorded_before_an_option_was_known_is_the_same_run(make_config: Make, tmp_path: Path) -> None:
+    config = make_config(max_steps=1)
+    facts = train(config)
+    for name in ("method", "lora_rank", "lora_targets", "over_budget", "general_data"):
+        del facts["config"][name]
+    (tmp_path / "out" / "training.json").write_text(json.dumps(facts))
+    assert train(config, at_step(1, kill)) == facts
+    with pytest.raises(UserError, match="other options: over_budget"):
+        train(replace(config, over_budget="lower"))
+
+
 def test_changed_data_are_refused_on_resume(make_config: Make, tmp_path: Path, jsonl: Callable[..., Path]) -> None:
     file = jsonl(tmp_path / "t.jsonl", [{"text": f"sentence number {n} of the text"} for n in range(60)])
     config = make_config(train_data=(str(file),), save_every=2)
