@@ -39,6 +39,15 @@ def packed_on_gpu(tensor: Tensor) -> bool:
     return tensor.dtype in packed_linear.DTYPES
 
 
+def losses_on_gpu(logits: Tensor) -> bool:
+    """Whether losses of logits like these and their gradient are computed by Triton."""
+    if logits.device.type != "cuda" or not triton_available():
+        return False
+    from selfspec_kernels import exit_loss_kernel as on_gpu
+
+    return logits.dtype in on_gpu.DTYPES
+
+
 def has_packed_product(tensor: Tensor) -> bool:
     """Whether products of inputs like this with packed weights are fast: else weights are unpacked for each."""
     return compiled(tensor) or packed_on_gpu(tensor)
@@ -143,4 +152,8 @@ def exit_loss(
     Returns:
         [n, 3] cross entropy, KL and total variation of every row, in fp32 (fp64 for fp64).
     """
+    if losses_on_gpu(logits):
+        from selfspec_kernels import exit_loss_kernel as on_gpu
+
+        return on_gpu.exit_loss(logits, targets, teacher, parts)
     return reference.exit_loss(logits, targets, teacher, parts)

@@ -18,7 +18,7 @@ BLOCK = 128
 ROW_MULTIPLE = 8
 """Query rows (G·T) of one product are padded to a multiple of this: libraries give small odd counts other bits."""
 
-LOSS_BLOCK = 2**20
+LOSS_BLOCK = 2**18
 """Logits of which `exit_loss` makes fp32 copies at a time."""
 
 
@@ -167,17 +167,19 @@ def _losses_of_rows(
     losses = log_q.new_zeros(len(targets), 3)
     losses[:, 0] = -log_q[rows, targets]
     q = log_q.exp()
-    p = sign = torch.zeros_like(q[:, :1])
+    difference = torch.zeros_like(q[:, :1])
     if log_p is not None:
         p = log_p.exp()
+        difference = q - p
         # A token that p excludes adds nothing, however improbable it is in q.
         losses[:, 1] = torch.where(p > 0, p * (log_p - log_q), 0).sum(-1)
-        losses[:, 2] = (q - p).abs().sum(-1) / 2
-        sign = (q - p).sign()
+        losses[:, 2] = difference.abs().sum(-1) / 2
     if parts is None:
         return losses, None
     cross_entropy, divergence, variation = parts
-    gradient = divergence * (q - p) + variation / 2 * q * (sign - (q * sign).sum(-1, keepdim=True))
-    gradient += cross_entropy * q
+    gradient = cross_entropy * q + divergence * difference
     gradient[rows, targets] -= cross_entropy
+    if variation:
+        sign = difference.sign()
+        gradient += variation / 2 * q * (sign - (q * sign).sum(-1, keepdim=True))
     return losses, gradient

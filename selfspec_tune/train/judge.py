@@ -50,8 +50,7 @@ class Judge:
         position = self.position
         if position.evaluated == position.step:
             return
-        adapted = bool(self.config.lora_rank)  # adapters are merged and rounded at the end, and measured again then
-        with nullcontext() if adapted or position.step == 0 else rounded(self.module, self.save_dtype):
+        with nullcontext() if position.step == 0 else rounded(self.module, self.save_dtype):
             record = {"step": position.step, **self.evaluator.measure(self.module)}
         position.evaluated, position.last = position.step, record
         if position.step == 0:

@@ -232,13 +232,9 @@ class _Run:
             return facts.of(position, position.last)
         self.judge.restore(best["step"])
         checkpoint.round_weights(self.module, self.save_dtype)
-        after = best
-        if self.config.lora_rank:  # judged before they were merged and rounded
-            after = {"step": best["step"], **self.evaluator.measure(self.module)}
-            self._log({**after, "merged": True})
         self._read_clock()
         self.method.save(self.module, self.tokenizer, self.output, best["step"], self.about["config"])
-        result = facts.of(position, after)
+        result = facts.of(position, best)
         if self.config.skip_bad_records:
             result["skipped"] = list(self.training.skipped)
         self.training.hash_into(self.trained_on)

@@ -8,7 +8,6 @@ sorted or normed beyond the rows of one chunk.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -49,7 +48,7 @@ def early_exit_loss(
 
     - kl: KL(p || q);
     - tv: the total variation ½ Σ |p − q| = 1 − Σ min(p, q), one minus the expected acceptance rate;
-    - mixture: λ KL + (1 − λ) TV, see `mixture_weight`;
+    - mixture: λ KL + (1 − λ) TV, see `schedule.mixture_weight`;
     - ce: the cross entropy to the data.
 
     The final layer's is (1 − a) · CE(final, targets) + a · KL(base || final), the anchor. Matrix products run in the
@@ -91,15 +90,6 @@ def early_exit_loss(
     )
     parameters = () if norm is None else tuple(norm.parameters())
     return _FusedLoss.apply(plan, weight, *hidden, *parameters)
-
-
-def mixture_weight(alpha: float, eta: float = 3.0) -> float:
-    """Return the weight λ = exp(−η α) of KL in the mixture with TV, for an acceptance rate α.
-
-    TV is what acceptance is made of, but its gradient vanishes where p and q share nothing; KL leads there. From LK
-    losses (arXiv 2602.23881, section 4.2, whose η = 3 this is).
-    """
-    return math.exp(-eta * alpha)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfspec_tune.train.loss import agreement_counts, early_exit_loss, mixture_weight
+from selfspec_tune.train.loss import agreement_counts, early_exit_loss
 
 # fp32: sums over V = 50 in another order; 1e-5 relative is a few ulp of the largest entries.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -272,12 +271,6 @@ def test_gradients_are_handed_over_not_copied_and_once() -> None:
     assert [each.grad.data_ptr() for each in (given.weight, *given.hidden) if each.grad is not None] == kept
     with pytest.raises(RuntimeError, match="taken before"):
         total.backward()
-
-
-def test_kl_leads_the_mixture_until_the_exit_agrees() -> None:
-    assert mixture_weight(0.0) == 1.0
-    assert mixture_weight(1.0) == pytest.approx(math.exp(-3))
-    assert mixture_weight(0.5, eta=0.0) == 1.0
 
 
 @pytest.mark.parametrize(
