@@ -87,8 +87,8 @@ class _Run:
         costs = assumed_costs(model, self.exits, extra_layers=int(config.method == "exit-head"))
         self.trained_on = trained_on.read(checkpoint.files_of(self.base)) or trained_on.TrainedOn()
         self.tokenizer = load_tokenizer(self.base)
-        texts = load_texts(config, self.tokenizer, self.ranks, report)
-        texts.check_vocabulary(family.vocab_size, self.base)
+        texts = load_texts(config, self.tokenizer, accelerator.process_index, self.ranks, report)
+        texts.training.check_vocabulary(family.vocab_size)
         self.method = METHODS[config.method](Start(config, model, self.base, self.exits, self.save_dtype, accelerator))
         self.training, held_out = self.method.prepare(texts.training, texts.held_out, progress)
         self.position = Position(config.seed, config.exit_loss_weight, self.training)
@@ -245,15 +245,14 @@ class _Run:
             after = {"step": best["step"], **self.evaluator.measure(self.module)}
             self._log({**after, "merged": True})
         self._read_clock()
+        if self.config.streaming:  # all other data were read, and bad records named, before the first step
+            for line in self.training.skipped:
+                self.report({"notice": line})
         self.method.save(self.module, self.tokenizer, self.output, best["step"], self.about["config"])
         result = facts.of(position, after)
+        # What the base was trained on and what this run has read, held-out records left out.
+        self.training.hash_into(self.trained_on)
         if self.accelerator.is_main_process:
-            self._write_trained_on()
+            self.trained_on.write(self.output)
             checkpoint.write_facts(self.output, result, self.files)
         return result
-
-    def _write_trained_on(self) -> None:
-        """Write what the base was trained on and what this run has read, held-out records left out."""
-        for record in self.training.records:
-            self.trained_on.add(record.parts)
-        self.trained_on.write(self.output)
