@@ -169,7 +169,8 @@ class TrainConfig(ModelConfig):
     lora_alpha: float = 32.0
     """Scale of the adapters: what they add is multiplied by alpha / rank."""
     lora_targets: tuple[str, ...] = ("all-linear",)
-    """Names of the layers' matrices that get an adapter, such as q_proj. May be repeated."""
+    """Matrices that get an adapter: all-linear (all of the layers), names such as q_proj, embed_tokens, lm_head. May be
+    repeated."""
     train_data: tuple[str, ...] = ()
     """Training data: .txt, .jsonl, .parquet, or a hub name (NAME, NAME:SPLIT, NAME:CONFIG:SPLIT). May be repeated."""
     eval_data: tuple[str, ...] = ()
@@ -218,7 +219,8 @@ class TrainConfig(ModelConfig):
     exits_per_step: int = 1
     """How many exits are trained at one step."""
     exit_curriculum: Literal["rotational", "gradual"] = "rotational"
-    """rotational: the exits take turns. gradual: the last exit first, an earlier one more every so often."""
+    """rotational: the exits take turns. gradual: the last exit first, then an earlier one more every --max-steps / 2n
+    steps, so all n by half of them."""
     exit_loss_weight: float = 0.5
     """Share of the loss given to the exits; the final layer gets the rest."""
     exit_weights: Literal["uniform", "linear", "quadratic"] = "uniform"
@@ -228,7 +230,8 @@ class TrainConfig(ModelConfig):
     more of tv as acceptance rises. ce: predict the data."""
     anchor_weight: float = 0.0
     """Share of the final layer's loss that is KL to the base's distribution instead of the data. With LoRA the base is
-    the same weights; without, a frozen copy is kept."""
+    the same weights; without, every device keeps a frozen copy: 2 bytes a weight under bf16, else 4, frozen embeddings
+    left out."""
     anchor_data: tuple[str, ...] = ()
     """General text on which only the final layer is trained, to stay as the base is (KL), in a pass of its own at every
     step. May be repeated."""

@@ -110,6 +110,9 @@ def _warn(config: configs.TrainConfig, idle: list[str]) -> None:
         warn_of_gate(config.model)
     if config.method == "exit-head":
         console.notice(f"memory, estimated: {_head_memory(config)}")
+    elif config.anchor_weight and not config.lora_rank:
+        size = _anchor_memory(config) / 1e9
+        console.notice(f"memory: the anchor keeps a frozen copy of the base on every device, {size:.2g} GB")
 
 
 def _print_config(config: configs.TrainConfig, layers: dict[str, dict[str, Any]]) -> None:
@@ -136,6 +139,20 @@ def _head_memory(config: configs.TrainConfig) -> object:
     if dtype == torch.bfloat16 and not torch.cuda.is_available() and not cpu_multiplies_bf16():
         dtype = torch.float32  # see `FrozenHead`
     return memory.head_memory(of_model, tokens=config.batch_size * config.sequence_length, dtype=dtype)
+
+
+def _anchor_memory(config: configs.TrainConfig) -> int:
+    import torch
+
+    from selfspec_tune.model.load import load_config
+    from selfspec_tune.train import checkpoint, environment, memory
+
+    precision = environment.mixed_precision(config.mixed_precision, environment.training_device(config.device))
+    return memory.anchor_memory(
+        load_config(checkpoint.base_name(str(config.model))),
+        share_embeddings=config.freeze_embeddings,
+        compute=torch.bfloat16 if precision == "bf16" else torch.float32,
+    )
 
 
 def _print(facts: dict[str, Any], config: configs.TrainConfig) -> None:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,17 @@ from selfspec_tune.trained_on import TrainedOn
 
 HELD_OUT_ONE_IN = 50
 """Without eval_data, one record in so many is held out."""
+
+
+class Training(Protocol):
+    """What a run trains on: `Sequences`, or a stream of them."""
+
+    @property
+    def skipped(self) -> tuple[str, ...]: ...
+    def digest(self) -> str: ...
+    def check_vocabulary(self, vocab_size: int) -> None: ...
+    def hash_into(self, seen: TrainedOn) -> None: ...
+    def batch(self, first: int, count: int, *, seed: int) -> tuple[torch.Tensor, ...]: ...
 
 
 @dataclass(frozen=True)

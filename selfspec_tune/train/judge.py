@@ -95,8 +95,8 @@ class Judge:
             self.kept.read(self.module, step)
 
     def _measure(self) -> dict[str, Any]:
-        adapted = bool(self.config.lora_rank)  # adapters are merged and rounded at the end, and measured again then
-        with nullcontext() if adapted or self.position.step == 0 else rounded(self.module, self.save_dtype):
+        """Measure the weights as they would be saved."""
+        with nullcontext() if self.position.step == 0 else rounded(self.module, self.save_dtype):
             return {"step": self.position.step, **self.evaluator.measure(self.module)}
 
     def _rises(self, record: dict[str, Any]) -> tuple[dict[str, float], list[str]]:

@@ -84,8 +84,8 @@ class _Run:
         costs = assumed_costs(model, self.exits, extra_layers=int(config.method == "exit-head"))
         self.trained_on = trained_on.read(checkpoint.files_of(self.base)) or trained_on.TrainedOn()
         self.tokenizer = load_tokenizer(self.base)
-        rank = accelerator.process_index
-        texts = load_texts(config, self.tokenizer, family.vocab_size, report, rank=rank, ranks=self.ranks)
+        texts = load_texts(config, self.tokenizer, accelerator.process_index, self.ranks, report)
+        texts.training.check_vocabulary(family.vocab_size)
         self.method = METHODS[config.method](Start(config, model, self.base, self.exits, self.save_dtype, accelerator))
         self.training, held_out = self.method.prepare(texts.training, texts.held_out, progress)
         self.anchor_data = texts.anchor
@@ -246,16 +246,17 @@ class _Run:
             return facts.of(position, position.last)
         self.judge.restore(best["step"])
         checkpoint.round_weights(self.module, self.save_dtype)
-        after = best
-        if self.config.lora_rank:  # judged before they were merged and rounded
-            after = {**best, **self.evaluator.measure(self.module)}
-            self._log({**after, "merged": True})
         self._read_clock()
+        if self.config.streaming:  # all other data were read, and bad records named, before the first step
+            for line in self.training.skipped:
+                self.report({"notice": line})
         self.method.save(self.module, self.tokenizer, self.output, best["step"], self.about["config"])
-        result = facts.of(position, after)
+        result = facts.of(position, best)
         if self.config.skip_bad_records:
             result["skipped"] = list(self.training.skipped)
         self.training.hash_into(self.trained_on)
+        if self.anchor_data is not None:
+            self.anchor_data.hash_into(self.trained_on)
         if self.accelerator.is_main_process:
             self.trained_on.write(self.output)
             checkpoint.write_facts(self.output, result, self.files)

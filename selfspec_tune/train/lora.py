@@ -113,6 +113,12 @@ def merge_adapters(model: nn.Module) -> None:
         (a if site.is_embedding else b).zero_()
 
 
+def changed_by_merging(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that `merge_adapters` writes to."""
+    changed = ((site.layer.base_layer.weight, site.factors[0 if site.is_embedding else 1]) for site in _sites(model))
+    return [parameter for pair in changed for parameter in pair]
+
+
 def merged_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the weights of `model` without adapters: theirs added to the matrices, under the names of the plain model.
 
@@ -144,7 +150,7 @@ class _Site:
         return bool(self.layer.lora_embedding_A)
 
     @property
-    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def factors(self) -> tuple[nn.Parameter, nn.Parameter]:
         layer = self.layer
         if self.is_embedding:
             return layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]

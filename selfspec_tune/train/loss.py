@@ -39,8 +39,8 @@ def early_exit_loss(
 
     - kl: KL(p || q);
     - tv: the total variation ½ Σ |p − q| = 1 − Σ min(p, q), one minus the expected acceptance rate;
-    - mixture: λ KL + (1 − λ) TV (arXiv 2602.23881, section 4.2): TV is what acceptance is made of, but its gradient
-      vanishes where p and q share nothing, and there KL leads;
+    - mixture: λ KL + (1 − λ) TV (arXiv 2602.23881, section 4.2), with λ of `schedule.mixture_weight`: TV is what
+      acceptance is made of, but its gradient vanishes where p and q share nothing, and there KL leads;
     - ce: the cross entropy to the data.
 
     The final layer's is (1 − a) · CE(final, targets) + a · KL(base || final), the anchor. Matrix products run in the

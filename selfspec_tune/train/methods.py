@@ -17,11 +17,10 @@ from selfspec_tune.model.layer import widens
 from selfspec_tune.progress import Progress
 from selfspec_tune.train import checkpoint
 from selfspec_tune.train.anchor import frozen_copy, widen
-from selfspec_tune.train.data import Sequences
+from selfspec_tune.train.data import Sequences, Training
 from selfspec_tune.train.lora import add_adapters
 from selfspec_tune.train.module import EarlyExitModule, ExitHeadModule
 from selfspec_tune.train.schedule import drop_probabilities
-from selfspec_tune.train.stream import Stream
 from selfspec_tune.train.targets import cached_states
 from selfspec_tune.train.writing import write_together
 
@@ -82,9 +81,7 @@ class LayerSkip:
             gradient_checkpointing=config.gradient_checkpointing,
         )
 
-    def prepare(
-        self, training: Sequences | Stream, held_out: Sequences, progress: Progress
-    ) -> tuple[Sequences | Stream, Sequences]:
+    def prepare(self, training: Training, held_out: Sequences, progress: Progress) -> tuple[Training, Sequences]:
         """Return training and held-out sequences with all that the module reads."""
         return training, held_out
 
@@ -114,13 +111,12 @@ class FrozenHead:
             target, head, states_dtype=self.states_dtype, exit_loss=start.config.exit_loss
         )
 
-    def prepare(
-        self, training: Sequences | Stream, held_out: Sequences, progress: Progress
-    ) -> tuple[Sequences | Stream, Sequences]:
+    def prepare(self, training: Training, held_out: Sequences, progress: Progress) -> tuple[Training, Sequences]:
         """Return training and held-out sequences, with the target's states if they are to be kept on disk."""
         directory = self.start.config.cache_targets
-        if directory is None or isinstance(training, Stream):
+        if directory is None:
             return training, held_out
+        assert isinstance(training, Sequences)
         both = [replace(data, states=self._states(directory, data, progress)) for data in (training, held_out)]
         assert isinstance(self.module, ExitHeadModule)
         self.module.release_target()

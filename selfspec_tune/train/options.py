@@ -131,7 +131,7 @@ def _check_method(config: TrainConfig) -> None:
             got = ", ".join(f"{given:g}" for given in config.chosen_exits)
             raise UserError("a head is trained for one exit", got=got, allowed="one", command="--exits 0.33")
     if config.cache_targets is not None and config.streaming:
-        raise UserError("a stream's hidden states are not kept: --cache-targets or --streaming, not both")
+        raise UserError("the states of streamed data cannot be kept", got="cache_targets and streaming", allowed="one")
     if idle:
         got = ", ".join(f"{name} = {getattr(config, name)}" for name in idle)
         raise UserError(f"{', '.join(idle)} has no meaning with --method {config.method}", got=got)

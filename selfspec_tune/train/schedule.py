@@ -85,8 +85,8 @@ def exit_shares(exits: Sequence[int], exit_share: float, weights: str = "uniform
 def mixture_weight(alpha: float) -> float:
     """Return λ, the weight of KL against total variation, for an exit whose running acceptance is `alpha` in [0, 1].
 
-    λ = exp(-3 α), from 1 to 0.05: where little is accepted, the gradient of total variation is weak and KL leads; where
-    much is, total variation is what counts, as it is one minus the acceptance. The idea is that of arXiv 2602.23881.
+    λ = exp(-3 α), from 1 to 0.05, as in LK losses (arXiv 2602.23881): where little is accepted, the gradient of total
+    variation is weak and KL leads; where much is, total variation counts, as it is one minus the acceptance.
     """
     return math.exp(-3 * alpha)
 

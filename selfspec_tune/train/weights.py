@@ -10,31 +10,41 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from selfspec_tune.files import temporary_beside
+from selfspec_tune.train.checkpoint import round_weights
+from selfspec_tune.train.lora import changed_by_merging
 from selfspec_tune.train.sharding import reshard
 from selfspec_tune.train.writing import write_together
 
 
 @contextmanager
 def rounded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Within the block, weights are what `dtype` can hold: what is judged there is what would be saved.
+    """Within the block, adapters are merged and weights are what `dtype` can hold: what is judged is what is saved.
 
-    Outside they have their own bits again. Takes a copy of the weights in a wider dtype, while there are no gradients.
+    Outside they have their own bits again. Copies of those that change wait in the CPU's memory.
     """
     reshard(module)
-    wider = [parameter for parameter in module.parameters() if dtype.itemsize < parameter.dtype.itemsize]
-    kept = [(parameter, parameter.detach().clone()) for parameter in wider]
+    changed = {id(parameter) for parameter in changed_by_merging(module)}
+    kept = [
+        (parameter, _local(parameter).to("cpu", copy=True))
+        for parameter in module.parameters()
+        if id(parameter) in changed or dtype.itemsize < parameter.dtype.itemsize
+    ]
     try:
-        with torch.no_grad():
-            for parameter, _ in kept:
-                parameter.copy_(parameter.to(dtype))
+        round_weights(module, dtype)
         yield
     finally:
         reshard(module)
-        with torch.no_grad():
-            for parameter, own in kept:
-                parameter.copy_(own)
+        for parameter, own in kept:
+            _local(parameter).copy_(own)
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the numbers of a parameter that are on this rank."""
+    values = parameter.detach()
+    return values.to_local() if isinstance(values, DTensor) else values
 
 
 class KeptWeights:

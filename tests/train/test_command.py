@@ -256,3 +256,12 @@ def test_print_config_needs_nothing_and_is_one_object_with_json(seen: list[Train
     assert values["model"] is None and values["exits"] == [0.2, 0.33, 0.5, 0.7]
     wrong = call("--print-config", "--set", "lerning_rate=1").exception
     assert isinstance(wrong, UserError) and "did you mean 'learning_rate'" in str(wrong)
+
+
+def test_an_anchor_says_what_its_copy_takes_where_there_is_one(seen: list[TrainConfig], tiny: Path) -> None:
+    given = ["--model", str(tiny), "--output", "o", "--train-data", "t.jsonl", "--device", "cpu"]
+    given += ["--anchor-weight", "0.5", "--mixed-precision", "no"]
+    # 4 layers of 7,744 weights, a norm of 32 and 288 tied embeddings of 32, 4 bytes each.
+    assert "frozen copy of the base on every device, 0.00016 GB" in call(*given).stderr
+    assert "frozen copy of the base on every device, 0.00012 GB" in call(*given, "--freeze-embeddings").stderr
+    assert "frozen copy" not in call(*given, "--lora-rank", "2").stderr and len(seen) == 3

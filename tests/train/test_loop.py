@@ -91,6 +91,49 @@ def test_embeddings_stay_as_they_are_only_if_frozen(make_config: Make, tiny: Pat
     assert not torch.equal(before["model.layers.0.mlp.up_proj.weight"], after["model.layers.0.mlp.up_proj.weight"])
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"no_packing": True, "assistant_only": True}, {"eval_data": ()}], ids=["packed", "padded", "split"]
+)
+def test_a_resumed_stream_ends_in_the_same_bits(
+    make_config: Make, tmp_path: Path, corpus: Path, options: dict[str, Any]
+) -> None:
+    # 20 steps read the 120 records more than once; the file is read in blocks of its 120 rows.
+    config = {"streaming": True, "max_steps": 20, "batch_size": 16, "save_every": 10, "eval_every": 100, **options}
+    straight = train(make_config(output=tmp_path / "straight", **config))
+    with pytest.raises(Killed):
+        train(make_config(**config), at_step(13, kill))
+    resumed = train(make_config(**config))
+    assert resumed["perplexity_after"] == straight["perplexity_after"]
+    for name in ("model.safetensors", "trained_on.npy"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+    from selfspec_tune.trained_on import Overlap, overlap
+
+    texts = [json.loads(line)["text"] for line in (corpus / "train.jsonl").read_text().splitlines()]
+    seen = overlap(tmp_path / "out", texts)
+    assert seen is not None and seen.total == 120
+    assert seen == Overlap(120, 120) if options.get("eval_data") is None else seen.found < 120
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bad_records_are_reported(make_config: Make, tmp_path: Path, corpus: Path, streaming: bool) -> None:
+    file = tmp_path / "some.jsonl"
+    file.write_text("{\n" + (corpus / "train.jsonl").read_text())
+    said: list[Any] = []
+    with pytest.raises(UserError, match=r"some\.jsonl:1 is not valid JSON"):
+        train(make_config(train_data=(str(file),), streaming=streaming, batch_size=40, max_steps=8))
+    config = make_config(
+        train_data=(str(file),),
+        streaming=streaming,
+        batch_size=40,
+        max_steps=8,
+        skip_bad_records=True,
+        output=tmp_path / "other",
+    )
+    train(config, report=said.append)
+    notices = [record["notice"] for record in said if "notice" in record]
+    assert "1 bad record was skipped:" in notices and any("some.jsonl:1" in line for line in notices)
+
+
 @pytest.mark.parametrize("gradient_accumulation", [1, 2])
 def test_a_resumed_run_ends_in_the_same_bits(make_config: Make, tmp_path: Path, gradient_accumulation: int) -> None:
     options = {"gradient_accumulation": gradient_accumulation}

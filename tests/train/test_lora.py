@@ -26,6 +26,7 @@ from selfspec_tune.train.lora import (
     merged_weights,
     without_adapters,
 )
+from selfspec_tune.train.weights import rounded
 
 Make = Callable[..., TrainConfig]
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -112,6 +113,17 @@ def test_merging_gives_a_plain_model_that_computes_the_same(
         torch.testing.assert_close(logits(model), moved, rtol=1e-4, atol=1e-4)
         inside = merged_weights(model, dict(model.state_dict()))
         assert all(torch.equal(inside[name], weight) for name, weight in beside.items())
+
+
+def test_weights_are_as_saved_within_and_have_their_own_bits_after(model: Any) -> None:
+    add_adapters(model, rank=4, alpha=8.0, targets=("all-linear", "embed_tokens"))
+    perturb(model)
+    own = {name: weight.clone() for name, weight in model.state_dict().items()}
+    expected = {name: weight.bfloat16().float() for name, weight in merged_weights(model, own).items()}
+    with rounded(model, torch.bfloat16):
+        inside = merged_weights(model, dict(model.state_dict()))
+        assert all(torch.equal(inside[name], weight) for name, weight in expected.items())
+    assert all(torch.equal(own[name], weight) for name, weight in model.state_dict().items())
 
 
 def reload(directory: Path) -> Any:

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from selfspec_tune.model.exit_head import ExitHead
 from selfspec_tune.train.anchor import frozen_copy, widen
 from selfspec_tune.train.lora import add_adapters
-from selfspec_tune.train.module import EarlyExitModule
+from selfspec_tune.train.module import EarlyExitModule, ExitHeadModule
 
 # fp32; the same layers on the same rows, but transformers may take another attention kernel.
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -297,3 +298,27 @@ def test_frozen_matrices_in_bf16_give_what_they_give_in_fp32_under_autocast(
             results.append(EarlyExitModule(model).train()(ids, counted, (1, 3)))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["kl", "ce", "tv", "mixture"])
+def test_a_head_learns_by_every_loss_and_has_all_of_it(llama: Any, kind: Any) -> None:
+    target = EarlyExitModule(llama.requires_grad_(False)).eval()
+    module = ExitHeadModule(target, ExitHead(llama, 1, torch.float32), states_dtype=torch.float32, exit_loss=kind)
+    ids, counted = tokens()
+    counted[0, :7] = False
+    mixture = (0.25,) if kind == "mixture" else None
+    total, losses, agreed = module.train()(ids, counted, (1,), mixture=mixture, exit_share=0.1)
+    with torch.no_grad():
+        final, two = target.normed_hidden(ids, (2,))  # an untrained head is the next layer
+        keep = counted[:, 1:]
+        p, q = (llama.lm_head(each)[:, :-1][keep].log_softmax(-1) for each in (final, two))
+        kl = F.kl_div(q, p, reduction="batchmean", log_target=True)
+        tv = (p.exp() - q.exp()).abs().sum(-1).mean() / 2
+        ce = F.nll_loss(q, ids[:, 1:][keep])
+    expected = {"kl": kl, "ce": ce, "tv": tv, "mixture": 0.25 * kl + 0.75 * tv}[kind]
+    torch.testing.assert_close(total.detach(), expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(losses[1], expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(agreed[1], 1 - tv, rtol=1e-4, atol=0)
+    total.backward()
+    assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in module.parameters())
+    assert all(weight.grad is None for weight in llama.parameters())

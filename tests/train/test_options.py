@@ -118,5 +118,5 @@ def test_a_tracker_without_its_package_is_a_user_error(tracker: str, monkeypatch
 def test_the_states_of_a_stream_are_not_kept() -> None:
     head = replace(CONFIG, method="exit-head", cache_targets=Path("c"))
     check_options(head)
-    with pytest.raises(UserError, match="not both"):
+    with pytest.raises(UserError, match="cannot be kept"):
         check_options(replace(head, streaming=True))

@@ -20,9 +20,9 @@ from selfspec_tune.train.texts import Texts, load_texts
 Make = Callable[..., TrainConfig]
 
 
-def load(config: TrainConfig, tokenizer: Any, vocab_size: int = 288) -> tuple[Texts, list[str]]:
+def load(config: TrainConfig, tokenizer: Any) -> tuple[Texts, list[str]]:
     said: list[dict[str, Any]] = []
-    texts = load_texts(config, tokenizer, vocab_size, said.append, rank=0, ranks=1)
+    texts = load_texts(config, tokenizer, 0, 1, said.append)
     return texts, [record["notice"] for record in said]
 
 
@@ -57,7 +57,7 @@ def test_skipped_records_are_told_of(
 
 def test_a_token_that_the_model_does_not_know_is_a_user_error(make_config: Make, tokenizer: Any) -> None:
     with pytest.raises(UserError, match="tokens that the model does not know"):
-        load(make_config(), tokenizer, vocab_size=50)
+        load(make_config(), tokenizer)[0].training.check_vocabulary(50)
 
 
 def test_a_streamed_run_resumes_to_the_same_bits(make_config: Make, tmp_path: Path, tokenizer: Any) -> None:
