@@ -29,13 +29,12 @@ def start_trackers(
         resumed_at: step of the state the run goes on from; None at its start. TensorBoard drops what came after it;
             wandb takes no step twice, and goes on with the first new one.
     """
-    begins = resumed_at is None
     accelerator.init_trackers(
         PROJECT,
-        config={name: _plain(value) for name, value in options.items()} if begins else None,
+        config={name: _plain(value) for name, value in options.items()} if resumed_at is None else None,
         init_kwargs={
             "wandb": {"id": run, "resume": "allow", "dir": str(output)},
-            "tensorboard": {} if begins else {"purge_step": resumed_at + 1},
+            "tensorboard": {} if resumed_at is None else {"purge_step": resumed_at + 1},
         },
     )
 

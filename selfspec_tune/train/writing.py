@@ -30,7 +30,9 @@ def write_together(accelerator: Any, write: Callable[[], object], place: Path, *
     failure: BaseException | None = None
     try:
         write()
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # that of torch.distributed.checkpoint is no Exception
         failure = failed_write(error)
         if failure is None:
             raise
@@ -45,7 +47,7 @@ def write_together(accelerator: Any, write: Callable[[], object], place: Path, *
 
 def cannot_write(place: Path, failure: BaseException | None, *, kept: str = "") -> UserError:
     """Return the error of a file below `place` that could not be written; None: another rank knows why."""
-    reason = "see the other processes" if failure is None else str(failure).strip().splitlines()[0]
+    reason = "see the other processes" if failure is None else _reason(failure)
     near = next((path for path in (place, *place.parents) if path.exists()), Path())
     return UserError(
         f"{place} cannot be written: {reason}",
@@ -57,10 +59,17 @@ def cannot_write(place: Path, failure: BaseException | None, *, kept: str = "") 
 
 def failed_write(error: BaseException) -> BaseException | None:
     """Return what went wrong with a file if that is what `error` comes from, else None."""
-    for each in _causes(error):
-        if isinstance(each, OSError) or any(text in str(each) for text in FOREIGN):
-            return each
-    return None
+    causes = list(_causes(error))
+    found = [each for each in causes if isinstance(each, OSError)]
+    found += [each for each in causes if any(text in str(each) for text in FOREIGN)]
+    return found[0] if found else None
+
+
+def _reason(failure: BaseException) -> str:
+    """Return what to say of it: torch tells positions in a file, which help nobody."""
+    if isinstance(failure, OSError) or "I/O error" in str(failure):
+        return str(failure).strip().splitlines()[0]
+    return "the disk took only a part of a file"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -168,7 +168,7 @@ def test_accelerate_launch_shards_on_the_cpu_and_one_rank_speaks(tiny: Path, cor
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
     )
     assert (tmp_path / "o" / "training.json").is_file(), done.stderr[-3000:]
     facts = json.loads(done.stdout)
