@@ -60,7 +60,7 @@ def cannot_write(place: Path, failure: BaseException | None, *, kept: str = "") 
 def failed_write(error: BaseException) -> BaseException | None:
     """Return what went wrong with a file if that is what `error` comes from, else None."""
     causes = list(_causes(error))
-    found = [each for each in causes if isinstance(each, OSError)]
+    found: list[BaseException] = [each for each in causes if isinstance(each, OSError)]
     found += [each for each in causes if any(text in str(each) for text in FOREIGN)]
     return found[0] if found else None
 
