@@ -152,21 +152,6 @@ def read(directory: Path) -> TrainedOn | None:
     return TrainedOn(stored)
 
 
-def trained_share(directory: Path, text: str) -> float | None:
-    """Return the share of a text's shingles that were trained on, 1 if it was as a whole; None if nobody can tell.
-
-    Raises:
-        UserError: the file in `directory` is broken.
-    """
-    known, words = read(directory), _words(text)
-    if known is None or not words:
-        return None
-    if known.count(np.array([_whole(words)], dtype=np.uint64))[1]:
-        return 1.0
-    asked, found = known.count(_unique(_shingles(words)))
-    return found / asked if asked else None
-
-
 def overlap(directory: Path, texts: Sequence[str]) -> Overlap | None:
     """Return how many of some texts were trained on; None where the checkpoint does not say, or no text has a word.
 

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, KERNELS = "selfspec_tune", "selfspec_kernels"
-LEAVES = {"config", "artifact", "bootstrap", "errors", "files", "progress", "speedup", "trained_on"}
+LEAVES = {"config", "artifact", "bootstrap", "errors", "evenly", "files", "progress", "speedup", "trained_on"}
 HEAVY = {
     "torch",
     "transformers",
@@ -47,6 +47,7 @@ ALLOWED = {
     "bootstrap": set(),
     "files": {"errors"},
     "errors": set(),
+    "evenly": set(),
     "progress": set(),
     "speedup": {"config"},
     "trained_on": {"errors", "files"},

@@ -15,7 +15,7 @@ import pytest
 
 from selfspec_tune import trained_on
 from selfspec_tune.errors import UserError
-from selfspec_tune.trained_on import Overlap, TrainedOn, notices, overlap, trained_share
+from selfspec_tune.trained_on import Overlap, TrainedOn, notices, overlap
 
 CHINESE = "春眠不觉晓处处闻啼鸟夜来风雨声花落知多少"
 
@@ -46,9 +46,7 @@ def test_a_text_its_beginning_and_its_middle_are_found_and_another_is_not(tmp_pa
     kept(tmp_path, [trained])
     words = trained.split()
     seen = [trained, " ".join(words[:12]), " ".join(words[100:150]), trained.upper().replace(" ", "\n\t ")]
-    for each in seen:
-        assert trained_share(tmp_path, each) == 1
-    assert trained_share(tmp_path, text(2, 300)) == 0
+    assert overlap(tmp_path, seen) == Overlap(4, 4)
     assert overlap(tmp_path, [*seen, text(2, 300), text(3, 20), ""]) == Overlap(4, 7)
 
 
@@ -67,7 +65,6 @@ def test_a_conversation_is_found_across_its_messages(tmp_path: Path) -> None:
 def test_half_of_the_shingles_decide(tmp_path: Path) -> None:
     kept(tmp_path, [text(1, 100)])
     begin = " ".join(text(1, 100).split()[:57])  # 50 shingles
-    assert trained_share(tmp_path, f"{begin} {text(2, 50)}") == 0.5
     assert overlap(tmp_path, [f"{begin} {text(2, 50)}"]) == Overlap(1, 1)
     assert overlap(tmp_path, [f"{begin} {text(2, 51)}"]) == Overlap(0, 1)
 
@@ -136,9 +133,9 @@ def test_short_texts_are_kept_when_shingles_are_sampled(tmp_path: Path, small: N
 
 
 def test_without_a_file_or_a_word_nobody_can_tell(tmp_path: Path) -> None:
-    assert overlap(tmp_path, ["some text"]) is None and trained_share(tmp_path, "some text") is None
+    assert overlap(tmp_path, ["some text"]) is None
     kept(tmp_path)
-    assert overlap(tmp_path, ["", " \n"]) is None and trained_share(tmp_path, " ") is None
+    assert overlap(tmp_path, ["", " \n"]) is None
     assert overlap(tmp_path, ["some text"]) == Overlap(0, 1)
     assert notices(None, ["some text"], what="prompts", flattered="acceptance") == []
 

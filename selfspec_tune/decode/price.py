@@ -185,7 +185,7 @@ def draft_costs(
         cache, last = engine.ready([text] * engine.batch_size, drafter)
         for repeat in range(repeats + 2):
             cache.committed.fill_(context_length)
-            timed("plain", lambda: _accept(step_plain(decoder, cache, last), last[:, None][:, :0], None, params))
+            timed("plain", lambda: accept_any(step_plain(decoder, cache, last), last[:, None][:, :0], None, params)[1])
             source = (drafter.sources() or [Source(drafter.name)])[0]
             for k in (1, 4):
                 timed(f"draft {k}", partial(_propose, drafter, last, cache, k, source, params))
@@ -240,17 +240,17 @@ def _verify(
     hidden = None if draft.hidden is None else draft.hidden[:, : k + 1]
     q = None if draft.probabilities is None else draft.probabilities[:, :k]
     logits = verify(decoder, cache, last, Draft(draft.tokens[:, :k], q, hidden, draft.resume_layer))
-    return _accept(logits, draft.tokens[:, :k], q, params)
+    return accept_any(logits, draft.tokens[:, :k], q, params)[1]
 
 
-def _accept(logits: Tensor, drafted: Tensor, q: Tensor | None, params: SamplingParams) -> Tensor:
+def accept_any(logits: Tensor, drafted: Tensor, q: Tensor | None, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Test [B, k] draft tokens against [B, k + 1, V] logits as the engine does; any noise costs the same."""
     if params.greedy:
-        return accept_matching(drafted, logits.argmax(-1))[1]
+        return accept_matching(drafted, logits.argmax(-1))
     target = distribution(logits, params)
     given = torch.nn.functional.one_hot(drafted, target.shape[-1]).float() if q is None else q
     uniform = torch.full(logits.shape[:2], 0.5, device=logits.device)
-    return accept_ratio(drafted, given, target, uniform[:, :-1], uniform[:, -1])[1]
+    return accept_ratio(drafted, given, target, uniform[:, :-1], uniform[:, -1])
 
 
 def _between(medians: dict[str, float], k: int) -> float:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from selfspec_tune.errors import UserError
+from selfspec_tune.evenly import spread_evenly
 from selfspec_tune.files import read_jsonl, read_text
 
 
@@ -72,10 +73,10 @@ def read_sets(
     for path in paths:
         if path.suffix == ".txt":
             windows = _windows(read_text(path), tokenizer, window_length)
-            taken, available = [Document([window]) for window in spread(windows, max_documents)], len(windows)
+            taken, available = [Document([window]) for window in spread_evenly(windows, max_documents)], len(windows)
         else:
             texts = _records(path, text_field)
-            cut = (_windows(text, tokenizer, window_length) for text in spread(texts, max_documents))
+            cut = (_windows(text, tokenizer, window_length) for text in spread_evenly(texts, max_documents))
             taken = [Document(each[:max_windows], len(each) > max_windows) for each in cut if each]
             available = len(texts)
         if not taken:
@@ -96,13 +97,6 @@ def describe(sets: Iterable[TextSet], tokenizer: Any, *, window_length: int, max
         "truncation": f"at most {max_windows} x {window_length} tokens of a document, from its start: {cut} of "
         f"{len(documents)} documents were longer; each window of a .txt file counts as a document",
     }
-
-
-def spread(items: Sequence[Any], count: int) -> list[Any]:
-    """Return `count` items at even distances, all of them if there are no more."""
-    if len(items) <= count:
-        return list(items)
-    return [items[(2 * index + 1) * len(items) // (2 * count)] for index in range(count)]
 
 
 def _windows(text: str, tokenizer: Any, window_length: int) -> list[Tensor]:

@@ -43,7 +43,6 @@ ORDERS = ("probability", "draft")
 BINS = 20
 LEAST_TOKENS = 20 * BINS
 """Below it the distribution of the statistic is not near enough to chi-square's that far out."""
-DEFAULT_TEXTS_PER_PROMPT = 4
 EDGE = 1e-5
 """Share of top_p within which rounding may decide which token is the last to be kept."""
 
@@ -164,7 +163,7 @@ def check_sampling(
     num_draft_tokens: Sequence[int],
     params: SamplingParams,
     *,
-    texts_per_prompt: int = DEFAULT_TEXTS_PER_PROMPT,
+    texts_per_prompt: int,
     progress: Progress = silent,
 ) -> Sampling:
     """Sample with speculation, with shared noise and by the ratio test, and test both.

@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from selfspec_tune.artifact import worst
 from selfspec_tune.bootstrap import Z
 from selfspec_tune.errors import UserError, did_you_mean
 from selfspec_tune.files import read_jsonl
@@ -81,8 +82,7 @@ class Tasks:
     @property
     def status(self) -> str:
         """failed if one task failed, else undecided if one is, else passed."""
-        found = {task.status for task in self.tasks}
-        return next((status for status in ("failed", "undecided") if status in found), "passed")
+        return worst(task.status for task in self.tasks)
 
     @property
     def passed(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from selfspec_tune.artifact import EXIT_HEAD_FILE
 from selfspec_tune.config import DraftGroup, SweepConfig
@@ -23,6 +23,7 @@ from selfspec_tune.decode.price import KnownCosts
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.errors import UserError
+from selfspec_tune.evenly import spread_evenly
 from selfspec_tune.model import draft_vocab
 from selfspec_tune.model.load import checkpoint_dir
 from selfspec_tune.progress import Progress, silent
@@ -32,8 +33,6 @@ from selfspec_tune.sweep.kept import Kept
 from selfspec_tune.sweep.objective import Cell, Costs
 from selfspec_tune.sweep.processes import Processes
 from selfspec_tune.sweep.profile import Prompt
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -289,8 +288,3 @@ def some_of_each_domain(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     for numbers in by_domain.values():
         chosen += spread_evenly(numbers, max(1, round(count * len(numbers) / len(prompts))))
     return [prompts[number] for number in sorted(chosen)]
-
-
-def spread_evenly(items: Sequence[T], count: int) -> list[T]:
-    """Return `count` items at even distances, all of them if there are no more."""
-    return list(items) if len(items) <= count else [items[index * len(items) // count] for index in range(count)]

@@ -20,7 +20,7 @@ A reference answer is not the target's own text, so its tokens say nothing of p:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -81,6 +81,14 @@ class Profiler:
             numerics=engine.numerics,
             batch_size=self.together,
         )
+
+    def run(self, prompts: Sequence[Prompt], progress: Progress, *, done: int = 0) -> Iterator[PromptTally]:
+        """Profile prompts, a few at a time; `done` others are already."""
+        total = done + len(prompts)
+        for start in range(0, len(prompts), self.together):
+            progress("profile", done + start, total)
+            yield from self.tallies(prompts[start : start + self.together])
+        progress("profile", total, total)
 
     @torch.inference_mode()
     def tallies(self, prompts: Sequence[Prompt]) -> list[PromptTally]:
@@ -145,12 +153,8 @@ def profile_exits(
     Raises:
         UserError: every continuation ended with its first token, so there was nothing to draft.
     """
-    profiler, tallies = Profiler(engine, params, max_draft_tokens, source), []
-    for start in range(0, len(prompts), profiler.together):
-        progress("profile", start, len(prompts))
-        tallies += profiler.tallies(prompts[start : start + profiler.together])
-    progress("profile", len(prompts), len(prompts))
-    return checked(Profile(engine.decoder.num_layers, tallies))
+    tallies = Profiler(engine, params, max_draft_tokens, source).run(prompts, progress)
+    return checked(Profile(engine.decoder.num_layers, list(tallies)))
 
 
 def checked(profile: Profile) -> Profile:

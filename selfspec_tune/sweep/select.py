@@ -257,11 +257,8 @@ def _profile(
     profiler = Profiler(engine, params, config.max_draft_tokens, config.source)
     own = processes.share(prompts)
     todo = [prompt for prompt in own if kept.get("profile", prompt.request.id) is None]
-    for start in range(0, len(todo), profiler.together):
-        progress("profile", len(own) - len(todo) + start, len(own))
-        for tally in profiler.tallies(todo[start : start + profiler.together]):
-            kept.put("profile", tally.prompt, tally.to_dict())
-    progress("profile", len(own), len(own))
+    for tally in profiler.run(todo, progress, done=len(own) - len(todo)):
+        kept.put("profile", tally.prompt, tally.to_dict())
     done: list[Any] = processes.gather([kept.get("profile", prompt.request.id) for prompt in own])
     return checked(Profile(engine.decoder.num_layers, [PromptTally(**tally) for tally in done]))
 

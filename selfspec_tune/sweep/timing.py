@@ -16,11 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from selfspec_tune.decode.accept import accept_matching, accept_ratio
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
 from selfspec_tune.decode.engine import Engine, Request, certified_rows
 from selfspec_tune.decode.policy import DraftPolicy
-from selfspec_tune.decode.price import plain_step_seconds
+from selfspec_tune.decode.price import accept_any, plain_step_seconds
 from selfspec_tune.decode.sampling import SamplingParams, distribution, draw
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.decode.verify import step_plain
@@ -143,12 +142,7 @@ class Bench:
         """Accept any draft of as many tokens as fit [1, k + 1, V] logits, up to the result on the host."""
         k = logits.shape[1] - 1
         drafted = self.tokens[:, :k]
-        if self.params.greedy:
-            results = accept_matching(drafted, logits.argmax(-1))
-        else:
-            target = distribution(logits, self.params)
-            results = accept_ratio(drafted, self.draft[:, :k], target, self.uniform[:, :k], self.uniform[:, k])
-        for result in results:
+        for result in accept_any(logits, drafted, self.draft[:, :k], self.params):
             result.tolist()
 
 

@@ -27,13 +27,6 @@ def texts(found: documents.TextSet) -> list[list[bytes]]:
     return [[bytes(window.tolist()) for window in document.windows] for document in found.documents]
 
 
-def test_items_are_spread_evenly() -> None:
-    assert documents.spread(range(3), 3) == [0, 1, 2]
-    assert documents.spread(range(10), 5) == [1, 3, 5, 7, 9]
-    assert documents.spread(range(100), 1) == [50]
-    assert documents.spread(range(7), 3) == [1, 3, 5]
-
-
 def test_windows_do_not_overlap_and_stay_with_their_document(tokenizer: Any, tmp_path: Path, jsonl: Callable) -> None:
     path = jsonl(tmp_path / "x.jsonl", [{"text": "abcdef"}, {"text": "ghijk"}, {"text": "l"}, {"text": ""}])
     [found] = read([path], tokenizer)

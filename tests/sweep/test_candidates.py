@@ -21,7 +21,7 @@ from selfspec_tune.decode.stats import Stats
 from selfspec_tune.model.decoder import LayeredDecoder, load_decoder
 from selfspec_tune.model.draft_vocab import TokenCounts, write_draft_vocab
 from selfspec_tune.sweep import costs as costs_module
-from selfspec_tune.sweep.candidates import Trials, of_cell, of_rounds, some_of_each_domain, spread_evenly
+from selfspec_tune.sweep.candidates import Trials, of_cell, of_rounds, some_of_each_domain
 from selfspec_tune.sweep.costs import CostBook
 from selfspec_tune.sweep.kept import Kept
 from selfspec_tune.sweep.objective import Cell, Costs
@@ -209,11 +209,6 @@ def test_reference_answers_profile_layer_skip_alone(
     trials.config = replace(trials.config, source="reference")
     assert trials.candidates(prompts(2, 16), SamplingParams()) == []
     assert set(trials.skipped) == {"copy", "low-precision", "hybrid"}, "there is no exit head to be named"
-
-
-def test_items_are_spread_over_the_whole() -> None:
-    assert spread_evenly(list(range(10)), 4) == [0, 2, 5, 7]
-    assert spread_evenly([1, 2], 4) == [1, 2]
 
 
 def test_prompts_tried_are_of_every_domain() -> None:
