@@ -142,15 +142,32 @@ def load_sequences(
     return replace(trained, skipped=parser.said()), evaluation
 
 
-def load_held_out(
-    sources: Sequence[str], tokenizer: Any, *, length: int, num: int, packing: bool = True, **reading: Any
-) -> Sequences:
-    """Return `num` sequences at most of text that is only measured; arguments and errors as of `load_sequences`."""
-    parser = make_parser(tokenizer, **reading)
-    records = read_all(sources, parser)
-    random.Random(0).shuffle(records)
-    found = sequences_of(records, Layout(tokenizer, length, packing), parser, num, what="held-out")
-    return replace(found, skipped=parser.said())
+def load_general(sources: Sequence[str], tokenizer: Any, *, length: int, num: int, **reading: Any) -> Sequences:
+    """Return `num` packed sequences at most of general text, of every source as many.
+
+    Args:
+        sources: as in `sources.open_source`.
+        tokenizer: a transformers tokenizer with an end-of-text token.
+        length: T, tokens per sequence.
+        num: sequences to return at most.
+        reading: options of `records.make_parser`.
+
+    Raises:
+        UserError: a missing source, a bad record, or a source with less than one sequence of text.
+    """
+    layout, parser, parts = Layout(tokenizer, length, packing=True), make_parser(tokenizer, **reading), []
+    for index, source in enumerate(sources):
+        records = read_all([source], parser)
+        random.Random(0).shuffle(records)
+        share = (num + index) // len(sources)  # adds up to num
+        if share:
+            parts.append(sequences_of(records, layout, parser, share, what="general"))
+    return Sequences(
+        torch.cat([part.ids for part in parts]),
+        torch.cat([part.counted for part in parts]),
+        records=tuple(record for part in parts for record in part.records),
+        skipped=parser.said(),
+    )
 
 
 def read_all(sources: Sequence[str], parser: Parser) -> list[Record]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from selfspec_tune.config import TrainConfig
 from selfspec_tune.progress import Report
-from selfspec_tune.train.data import Sequences, Training, load_held_out, load_sequences
+from selfspec_tune.train.data import Sequences, Training, load_general, load_sequences
 from selfspec_tune.train.stream import open_stream
 
 
@@ -52,11 +52,11 @@ def load_texts(config: TrainConfig, tokenizer: Any, rank: int, ranks: int, repor
         training, held_out = load_sequences(config.train_data, config.eval_data, tokenizer, num_train=num_train, **both)
     general = None
     if config.general_data:
-        general = load_held_out(config.general_data, tokenizer, num=config.eval_sequences, **reading)
+        general = load_general(config.general_data, tokenizer, num=config.eval_sequences, **reading)
     anchor = None
     if config.anchor_data:
         count = config.max_steps * config.anchor_batch_size * ranks
-        anchor = load_held_out(config.anchor_data, tokenizer, num=count, **{**reading, "assistant_only": False})
+        anchor = load_general(config.anchor_data, tokenizer, num=count, **{**reading, "assistant_only": False})
     known = [held_out, *([training] if isinstance(training, Sequences) else [])]
     if config.assistant_only and not any(record.templated for data in known for record in data.records):
         report({"notice": "--assistant-only has no effect: no record has chat messages"})

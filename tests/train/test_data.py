@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from selfspec_tune.errors import UserError
-from selfspec_tune.train.data import Sequences, load_held_out, load_sequences
+from selfspec_tune.train.data import Sequences, load_general, load_sequences
 from selfspec_tune.trained_on import TrainedOn
 
 EOS = 0
@@ -155,13 +155,13 @@ def test_bad_records_are_skipped_in_all_data_and_said_once(tmp_path: Path, token
     training, evaluation = load([train], [held_out], tokenizer, skip_bad=True)
     assert training.skipped[0] == "2 bad records were skipped:" and evaluation.skipped == ()
     assert "a.jsonl:2" in training.skipped[1] and "b.jsonl:2" in training.skipped[2]
-    general = load_held_out([str(held_out)], tokenizer, length=8, num=4, skip_bad=True)
+    general = load_general([str(held_out)], tokenizer, length=8, num=4, skip_bad=True)
     assert general.ids.tolist() == evaluation.ids.tolist() and len(general.skipped) == 2
     with pytest.raises(UserError, match=r"b\.jsonl:2: text is empty"):
-        load_held_out([str(held_out)], tokenizer, length=8, num=4)
+        load_general([str(held_out)], tokenizer, length=8, num=4)
     held_out.write_text("{\n")
     with pytest.raises(UserError, match="hold no text") as caught:
-        load_held_out([str(held_out)], tokenizer, length=8, num=4, skip_bad=True)
+        load_general([str(held_out)], tokenizer, length=8, num=4, skip_bad=True)
     assert "b.jsonl:1 is not valid JSON" in str(caught.value)
 
 
@@ -169,7 +169,7 @@ def test_a_token_that_the_model_does_not_know_is_refused(
     tmp_path: Path, tokenizer: Any, jsonl: Callable[..., Path]
 ) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"text": "0123456789"}])
-    general = load_held_out([str(file)], tokenizer, length=8, num=4)
+    general = load_general([str(file)], tokenizer, length=8, num=4)
     largest = int(general.ids.max())
     general.check_vocabulary(largest + 1)
     with pytest.raises(UserError, match="tokens that the model does not know"):
@@ -179,7 +179,7 @@ def test_a_token_that_the_model_does_not_know_is_refused(
 def test_what_was_read_is_hashed(tmp_path: Path, tokenizer: Any, jsonl: Callable[..., Path]) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"text": "0123456789"}])
     seen, expected = TrainedOn(), TrainedOn()
-    load_held_out([str(file)], tokenizer, length=8, num=4).hash_into(seen)
+    load_general([str(file)], tokenizer, length=8, num=4).hash_into(seen)
     expected.add(["0123456789"])
     assert seen.hashes().tolist() == expected.hashes().tolist() and len(seen.hashes()) == 2
 
@@ -208,3 +208,15 @@ def test_the_stream_visits_every_sequence_once_per_epoch_in_a_new_order() -> Non
     assert len({tuple(epoch) for epoch in epochs}) == 4
     assert sequences.batch(8, 4, seed=1)[0][:, 0].tolist() == order[8:12]
     assert torch.cat([sequences.batch(0, 10, seed=2)[0][:, 0]]).tolist() != epochs[0]
+
+
+def test_general_text_is_taken_from_every_source_alike(
+    tokenizer: Any, tmp_path: Path, jsonl: Callable[..., Path]
+) -> None:
+    """A long file read first would fill the pool that sequences are drawn from."""
+    long, short = tmp_path / "long.txt", jsonl(tmp_path / "short.jsonl", [{"text": "b" * 20}] * 8)
+    long.write_text("a" * 20_000)
+    found = load_general([str(long), str(short)], tokenizer, length=8, num=9)
+    letters = [{tokenizer.decode([token]) for token in row} & {"a", "b"} for row in found.ids.tolist()]
+    assert letters.count({"a"}) == 4 and letters.count({"b"}) == 5
+    assert {record.text[0] for record in found.records} == {"a", "b"}
