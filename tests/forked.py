@@ -36,6 +36,7 @@ def fork(act: Callable[[], object], log: Path, environment: Mapping[str, str] | 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.environ.update(environment or {})
+        _forget_accelerate()
         act()
         code = 0
     except SystemExit as error:
@@ -46,6 +47,14 @@ def fork(act: Callable[[], object], log: Path, environment: Mapping[str, str] | 
         os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(code)
+
+
+def _forget_accelerate() -> None:
+    """Let accelerate look at the environment anew: a run in the parent has left it the state of one process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def wait(processes: list[int], *, seconds: float = 300.0) -> list[int]:

@@ -45,7 +45,7 @@ def train(
 
     Full-depth perplexity is held against the base's at every evaluation, on held-out text and on --general-data. What
     is saved is the evaluation with the best estimated speed-up of those within --max-perplexity-increase; if there is
-    none, nothing is saved and the exit code is 1, as it is where the best is no faster than the base.
+    none, nothing is saved and the exit code is 1.
 
     The same command again resumes an interrupted run, and does nothing for a finished one. Ctrl-C and SIGTERM finish
     the step, save a state and exit with 130 and 143; told a second time, the process ends at once.
@@ -99,7 +99,7 @@ def train(
             _print(facts, config)
         _print_verdict(facts, config)
     environment.tear_down()
-    if not facts.get("improved", True):
+    if facts.get("best_step", 0) is None:
         raise typer.Exit(1)
 
 

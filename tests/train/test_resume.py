@@ -38,9 +38,10 @@ SCHEDULES: dict[str, Any] = {
     "save_every": 10,
     "over_budget": "lower",
 }
-MATTERS = ("step", "sequences", "tokens", "evaluated", "before", "best", "exit_share", "lowered", "alpha", "generator")
-# `last` and `stopped` matter only where a run ended; `seconds` and `run` are no part of the result.
-OTHERS = ("last", "stopped", "seconds", "run")
+MATTERS = ("step", "sequences", "tokens", "evaluated", "before", "best", "exit_share", "alpha", "generator")
+# `last` and `stopped` matter only where a run ended, `lowered` where the share was halved four times. `seconds` and `run`
+# are no part of the result.
+OTHERS = ("last", "stopped", "lowered", "seconds", "run")
 
 
 class Killed(Exception):
@@ -74,7 +75,8 @@ def outcome(output: Path) -> dict[str, Any]:
         "weights": {name: weight.view(torch.uint8).numpy().tobytes() for name, weight in weights.items()},
         "facts": facts,
         "metrics": records,
-        "files": sorted(str(path.relative_to(output)) for path in output.rglob("*")),
+        # A process that is killed may leave a hidden temporary file behind.
+        "files": sorted(str(path.relative_to(output)) for path in output.rglob("*") if path.suffix != ".tmp"),
     }
 
 
