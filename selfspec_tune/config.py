@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import math
 import textwrap
 import types
 from collections.abc import Mapping
@@ -163,16 +164,40 @@ class TrainConfig(ModelConfig):
     """layer-skip: train the model's own layers. exit-head: leave the model as it is, train a layer after one exit."""
     dtype: Dtype = "auto"
     """Dtype of the saved weights; training itself keeps fp32 weights. auto: that of the model trained from."""
+    lora_rank: int = 0
+    """layer-skip: train low-rank adapters of this rank through peft, merged when saved; 0 trains the weights."""
+    lora_alpha: float = 32.0
+    """Scale of the adapters: what they add is multiplied by alpha / rank."""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Matrices that get an adapter: all-linear (all of the layers), names such as q_proj, embed_tokens, lm_head. May be
+    repeated."""
     train_data: tuple[str, ...] = ()
-    """Training data: .txt, .jsonl, or a hub name (NAME, NAME:SPLIT, NAME:CONFIG:SPLIT). May be repeated."""
+    """Training data: .txt, .jsonl, .parquet, or a hub name (NAME, NAME:SPLIT, NAME:CONFIG:SPLIT). May be repeated."""
     eval_data: tuple[str, ...] = ()
     """Held-out data, never trained on. Without it, one record in 50 of the training data is held out."""
+    general_data: tuple[str, ...] = ()
+    """Held-out general text whose perplexity must stay within the budget too. May be repeated."""
+    max_perplexity_increase: str = "2%"
+    """Budget: largest rise of full-depth perplexity over the base, on held-out and on general text each, for a
+    checkpoint to be kept."""
+    over_budget: Literal["stop", "lower", "shrink"] = "stop"
+    """When an evaluation is over the budget. stop: end with the best checkpoint within it. lower: go back to that one
+    and halve the exits' share of the loss. shrink: go on, and at the end take back as much of what was trained as the
+    budget needs, by interpolating with the base."""
     text_field: str = "text"
     """Field that holds the text. Records with prompt and completion instead are trained on the completion."""
     messages_field: str = "messages"
     """Field that holds chat messages; used where a record has it, through the chat template."""
+    assistant_only: bool = False
+    """Of chat messages, train on what the assistant says only; the rest is read."""
+    no_packing: bool = False
+    """One record per sequence, cut or padded to its length, instead of sequences packed from many records."""
+    streaming: bool = False
+    """Read training data while training, through a shuffle buffer, instead of all of it at the start."""
+    skip_bad_records: bool = False
+    """Count and list records that cannot be used, and go on without them."""
     sequence_length: int = 512
-    """Tokens per packed training sequence."""
+    """Tokens per training sequence."""
     batch_size: int = 4
     """Sequences per step and process."""
     gradient_accumulation: int = 1
@@ -192,13 +217,32 @@ class TrainConfig(ModelConfig):
     exits: tuple[float, ...] | None = None
     """Exit layers, as numbers or fractions of depth [default: 0.2,0.33,0.5,0.7; the one of exit-head: 0.33]."""
     exits_per_step: int = 1
-    """How many exits are trained at one step; they rotate."""
+    """How many exits are trained at one step."""
+    exit_curriculum: Literal["rotational", "gradual"] = "rotational"
+    """rotational: the exits take turns. gradual: the last exit first, then an earlier one more every --max-steps / 2n
+    steps, so all n by half of them."""
     exit_loss_weight: float = 0.5
     """Share of the loss given to the exits; the final layer gets the rest."""
-    exit_loss: Literal["kl", "ce"] = "kl"
-    """kl: match the final layer's distribution. ce: predict the data."""
+    exit_weights: Literal["uniform", "linear", "quadratic"] = "uniform"
+    """How the exits' share is divided among those of a step: evenly, or by depth or depth squared."""
+    exit_loss: Literal["kl", "ce", "tv", "mixture"] = "kl"
+    """kl: match the final layer's distribution. tv: total variation, one minus the acceptance rate. mixture: kl first,
+    more of tv as acceptance rises. ce: predict the data."""
+    anchor_weight: float = 0.0
+    """Share of the final layer's loss that is KL to the base's distribution instead of the data. With LoRA the base is
+    the same weights; without, every device keeps a frozen copy: 2 bytes a weight under bf16, else 4, frozen embeddings
+    left out."""
+    anchor_data: tuple[str, ...] = ()
+    """General text on which only the final layer is trained, to stay as the base is (KL), in a pass of its own at every
+    step. May be repeated."""
+    anchor_batch_size: int = 1
+    """Sequences of --anchor-data per step and process, besides those of --batch-size."""
+    anchor_data_weight: float = 1.0
+    """Weight of that pass's loss, beside the loss on the training data."""
     layer_dropout: float = 0.1
-    """Largest layer dropout probability, p_max, at the last layer; it grows exponentially with depth from 0."""
+    """Largest probability that a layer is dropped at a step, p_max."""
+    dropout_schedule: Literal["exponential", "uniform"] = "exponential"
+    """exponential: from 0 at the first layer to p_max at the last. uniform: p_max at every layer."""
     freeze_embeddings: bool = False
     """Leave embeddings and LM head as they are; saves time and memory, and disturbs the model less in a short run."""
     mixed_precision: Literal["auto", "bf16", "no"] = "auto"
@@ -214,9 +258,9 @@ class TrainConfig(ModelConfig):
     save_every: int = 50
     """Steps between resumable states."""
     seed: int = 0
-    """Seed of data order, layer dropout and exit rotation."""
-    wandb: bool = False
-    """Log to Weights & Biases too; metrics.jsonl is always written."""
+    """Seed of data order, layer dropout and exits."""
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    """Log there too; metrics.jsonl is always written. wandb works offline with WANDB_MODE=offline."""
     json: bool = False
     """Print one JSON object at the end instead of a table."""
 
@@ -395,6 +439,44 @@ def read_recipe(path: Path) -> dict[str, Any]:
     if not isinstance(recipe, dict):
         raise UserError(f"recipe {path} is not a mapping of options", got=type(recipe).__name__)
     return recipe
+
+
+def parse_share(name: str, text: str) -> float:
+    """Turn "2%" or "0.02" into 0.02; `name` is the option's.
+
+    Raises:
+        UserError: not a number, negative, or 1 and above without a percent sign (2 is too likely meant as 2%).
+    """
+    number = text.strip()
+    try:
+        value = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < (math.inf if number.endswith("%") else 1):
+        raise UserError(f"{name} is not a share", got=text, allowed="such as 2% or 0.02, not negative")
+    return value
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn options into values that JSON and YAML know: paths into text, tuples into lists."""
+    as_list = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in as_list.items()}
+
+
+def as_recipe(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+    """Return options as a YAML recipe, one a line with its source in a comment; `read_recipe` gives the same back.
+
+    Args:
+        values: option → a value of `plain`.
+        sources: option → where its value comes from.
+    """
+    import yaml
+
+    lines = []
+    for name, value in values.items():
+        text = yaml.safe_dump([value], default_flow_style=True, width=math.inf, allow_unicode=True).strip()
+        lines.append(f"{name}: {text[1:-1]}  # {sources[name]}")
+    return "\n".join(lines)
 
 
 def flag(name: str) -> str:

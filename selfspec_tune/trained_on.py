@@ -73,6 +73,21 @@ class TrainedOn:
         if len(self.pending) >= PENDING:
             self._sort_in()
 
+    def hashes(self) -> Hashes:
+        """Return the contents of the file: the hashes kept, ascending, and the limit."""
+        self._sort_in()
+        return self.stored
+
+    def merge(self, stored: Hashes) -> None:
+        """Add the hashes that another process has kept, see `hashes`."""
+        self._sort_in()
+        limit = min(self.stored[-1], stored[-1])
+        kept = np.union1d(self.stored[:-1], stored[:-1])
+        kept = kept[kept < limit]
+        if len(kept) > CAPACITY:
+            kept, limit = kept[:CAPACITY], kept[CAPACITY]
+        self.stored = np.append(kept, limit)
+
     def write(self, directory: Path) -> Path:
         """Write the file into `directory`, atomically, and return its path."""
         self._sort_in()

@@ -63,3 +63,16 @@ def test_recipes_that_are_none(tmp_path):
             config.read_recipe(path)
     with pytest.raises(UserError, match="does not exist"):
         config.read_recipe(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("2%", 0.02), ("0.02", 0.02), (" 0.5 % ", 0.005), ("0", 0.0), ("150%", 1.5)]
+)
+def test_an_increase_is_read(text, value):
+    assert config.parse_share("max_perplexity_increase", text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["", "%", "two", "-1%", "-0.01", "nan", "nan%", "inf", "inf%", "2", "2%%", "0,02"])
+def test_a_bad_increase_is_refused(text):
+    with pytest.raises(UserError, match="max_perplexity_increase"):
+        config.parse_share("max_perplexity_increase", text)

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, KERNELS = "selfspec_tune", "selfspec_kernels"
-LEAVES = {"config", "artifact", "bootstrap", "errors", "evenly", "files", "progress", "trained_on"}
+LEAVES = {"config", "artifact", "bootstrap", "errors", "evenly", "files", "progress", "speedup", "trained_on"}
 HEAVY = {
     "torch",
     "transformers",
@@ -49,6 +49,7 @@ ALLOWED = {
     "errors": set(),
     "evenly": set(),
     "progress": set(),
+    "speedup": {"config"},
     "trained_on": {"errors", "files"},
     "__init__": set(),
     "__main__": {"cli"},

@@ -176,3 +176,18 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
             kept(tmp_path, [text(2, 50)])
     assert [path.name for path in tmp_path.iterdir()] == [trained_on.FILE_NAME]
     assert overlap(tmp_path, [text(1, 50), text(2, 50)]) == Overlap(1, 2)
+
+
+@pytest.mark.parametrize("words", [300, 3000])
+def test_what_several_processes_read_is_what_one_would_have_kept(small: None, words: int) -> None:
+    # 300 words are kept whole; of 3000, each process and all of them together keep a sample.
+    one, parts = TrainedOn(), [TrainedOn() for _ in range(3)]
+    for number in range(6):
+        document = [text(number, words), text("shared", 20)]
+        one.add(document)
+        parts[number % 3].add(document)
+    merged = TrainedOn()
+    for part in parts:
+        merged.merge(part.hashes())
+    assert merged.hashes().tolist() == one.hashes().tolist()
+    assert (len(one.hashes()) == 2001) == (words == 3000)

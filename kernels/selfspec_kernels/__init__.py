@@ -1,11 +1,11 @@
 """Operations of self-speculative decoding, one name per op. Knows torch, numba (CPU) and triton (GPU) only.
 
-`ops` says which implementation of an op runs: `cpu` holds the compiled ones, `packed_linear` the one for GPUs,
-`reference` the PyTorch oracles.
+`ops` says which implementation of an op runs: `cpu` holds the compiled ones, `packed_linear` and `exit_loss_kernel`
+those for GPUs, `reference` the PyTorch oracles.
 """
 
 from selfspec_kernels import cpu
-from selfspec_kernels.ops import Mode, Norm, compiled, few_row_linear, has_packed_product, rope_kv_write
+from selfspec_kernels.ops import Mode, Norm, compiled, exit_loss, few_row_linear, has_packed_product, rope_kv_write
 from selfspec_kernels.reference import BLOCK, ragged_attention, visibility_bias
 from selfspec_kernels.weights import GROUP, GROUPS, LayerWeights, PackedWeight, pack, packed_bytes
 
@@ -19,6 +19,7 @@ __all__ = [
     "PackedWeight",
     "compiled",
     "cpu",
+    "exit_loss",
     "few_row_linear",
     "has_packed_product",
     "pack",

@@ -39,6 +39,15 @@ def packed_on_gpu(tensor: Tensor) -> bool:
     return tensor.dtype in packed_linear.DTYPES
 
 
+def losses_on_gpu(logits: Tensor) -> bool:
+    """Whether losses of logits like these and their gradient are computed by Triton."""
+    if logits.device.type != "cuda" or not triton_available():
+        return False
+    from selfspec_kernels import exit_loss_kernel as on_gpu
+
+    return logits.dtype in on_gpu.DTYPES
+
+
 def has_packed_product(tensor: Tensor) -> bool:
     """Whether products of inputs like this with packed weights are fast: else weights are unpacked for each."""
     return compiled(tensor) or packed_on_gpu(tensor)
@@ -123,3 +132,28 @@ def rope_kv_write(
     """
     implementation = cpu if mode == "compiled" and compiled(heads) else reference
     return implementation.rope_kv_write(heads, keys, values, positions, written, rotary, num_heads, norms)
+
+
+def exit_loss(
+    logits: Tensor, targets: Tensor, teacher: Tensor | None, parts: tuple[float, float, float] | None
+) -> Tensor:
+    """The losses of a layer against data and teacher, and their gradient in place of the logits.
+
+    With q the softmax of a row of `logits` and p that of `teacher`: cross entropy −log q(target), KL(p || q) and total
+    variation ½ Σ |p − q|. The gradient is that of the sum weighted with `parts`, row by row; of total variation it is
+    ½ q (s − Σ q s) with s the sign of q − p, zero where the two are equal. All arithmetic in fp32 (fp64 for fp64).
+
+    Args:
+        logits: [n, V]; overwritten with the gradient unless `parts` is None.
+        targets: [n], token ids.
+        teacher: [n, V] logits, or None: then KL and total variation are 0.
+        parts: weights of cross entropy, KL and total variation.
+
+    Returns:
+        [n, 3] cross entropy, KL and total variation of every row, in fp32 (fp64 for fp64).
+    """
+    if losses_on_gpu(logits):
+        from selfspec_kernels import exit_loss_kernel as on_gpu
+
+        return on_gpu.exit_loss(logits, targets, teacher, parts)
+    return reference.exit_loss(logits, targets, teacher, parts)

@@ -18,6 +18,9 @@ BLOCK = 128
 ROW_MULTIPLE = 8
 """Query rows (G·T) of one product are padded to a multiple of this: libraries give small odd counts other bits."""
 
+LOSS_BLOCK = 2**18
+"""Logits of which `exit_loss` makes fp32 copies at a time."""
+
 
 def few_row_linear(
     inputs: Tensor,
@@ -137,3 +140,46 @@ def ragged_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, 
     out = (out / total[..., None])[:, :, : group * rows]
     out = out.unflatten(2, (group, rows)).permute(0, 3, 1, 2, 4)
     return out.reshape(batch, rows, num_heads, head_size)
+
+
+def exit_loss(
+    logits: Tensor, targets: Tensor, teacher: Tensor | None, parts: tuple[float, float, float] | None
+) -> Tensor:
+    """See `selfspec_kernels.exit_loss`. A few rows at a time, so that its copies stay small."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    losses = torch.zeros(len(logits), 3, dtype=dtype, device=logits.device)
+    size = max(1, LOSS_BLOCK // logits.shape[1])
+    for start in range(0, len(logits), size):
+        rows = slice(start, start + size)
+        log_q = logits[rows].to(dtype).log_softmax(-1)
+        log_p = None if teacher is None else teacher[rows].to(dtype).log_softmax(-1)
+        losses[rows], gradient = _losses_of_rows(log_q, targets[rows], log_p, parts)
+        if gradient is not None:
+            logits[rows] = gradient.to(logits.dtype)
+    return losses
+
+
+def _losses_of_rows(
+    log_q: Tensor, targets: Tensor, log_p: Tensor | None, parts: tuple[float, float, float] | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the losses [n, 3] and, given weights of its parts, the gradient [n, V] of their weighted sum."""
+    rows = torch.arange(len(targets), device=targets.device)
+    losses = log_q.new_zeros(len(targets), 3)
+    losses[:, 0] = -log_q[rows, targets]
+    q = log_q.exp()
+    difference = torch.zeros_like(q[:, :1])
+    if log_p is not None:
+        p = log_p.exp()
+        difference = q - p
+        # A token that p excludes adds nothing, however improbable it is in q.
+        losses[:, 1] = torch.where(p > 0, p * (log_p - log_q), 0).sum(-1)
+        losses[:, 2] = difference.abs().sum(-1) / 2
+    if parts is None:
+        return losses, None
+    cross_entropy, divergence, variation = parts
+    gradient = cross_entropy * q + divergence * difference
+    gradient[rows, targets] -= cross_entropy
+    if variation:
+        sign = difference.sign()
+        gradient += variation / 2 * q * (sign - (q * sign).sum(-1, keepdim=True))
+    return losses, gradient

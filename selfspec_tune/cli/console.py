@@ -41,7 +41,62 @@ def notice(text: str) -> None:
 @contextmanager
 def progress_bar(*, shown: bool = True) -> Iterator[Progress]:
     """Yield a progress function drawn as bars on stderr: one bar per stage; none where stderr is no terminal."""
+    with live_view(shown=shown) as view:
+        yield view.progress
+
+
+@dataclass
+class LiveView:
+    """Lines of names and values above progress bars, drawn anew in place.
+
+    Attributes:
+        is_live: False where stderr is no terminal: nothing is drawn then, and `say` prints lines.
+        bars, live: what draws.
+    """
+
+    is_live: bool
+    bars: Any
+    live: Any
+    lines: Sequence[tuple[str, str]] = ()
+
+    def __post_init__(self) -> None:
+        self._tasks: dict[str, Any] = {}
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """Draw a stage's bar."""
+        if stage not in self._tasks:
+            self._tasks[stage] = self.bars.add_task(stage, total=total)
+        self.bars.update(self._tasks[stage], completed=done, total=total)
+
+    def show(self, lines: Sequence[tuple[str, str]]) -> None:
+        """Draw names and values instead of those before."""
+        self.lines = lines
+        self.live.update(self.drawn())
+
+    def say(self, text: str) -> None:
+        """Print a line that stays, above what is live."""
+        if self.is_live:
+            _line(self.live.console, text, "default")
+        else:
+            notice(text)
+
+    def drawn(self) -> Any:
+        """Return what is live at the moment."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table.grid(padding=(0, 2))
+        for name, value in self.lines:
+            grid.add_row(Text(name, style="bold"), Text(value))
+        return Group(grid, self.bars) if self.lines else self.bars
+
+
+@contextmanager
+def live_view(*, shown: bool = True) -> Iterator[LiveView]:
+    """Yield a view drawn on stderr while the block runs; silent unless `shown`."""
     from rich.console import Console
+    from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
@@ -53,15 +108,14 @@ def progress_bar(*, shown: bool = True) -> Iterator[Progress]:
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    with Bars(*columns, console=console, disable=not (shown and console.is_terminal)) as bars:
-        tasks: dict[str, Any] = {}
-
-        def progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
-
-        yield progress
+    is_live = shown and console.is_terminal
+    bars = Bars(*columns, console=console)
+    view = LiveView(is_live, bars, Live(bars, console=console, refresh_per_second=4))
+    if not is_live:
+        yield view
+        return
+    with view.live:
+        yield view
 
 
 def table(

@@ -93,11 +93,12 @@ def _count(
     from selfspec_tune.decode.prompts import read_requests
     from selfspec_tune.model.decoder import load_decoder
     from selfspec_tune.model.draft_vocab import TokenCounts
-    from selfspec_tune.train.records import read_records
+    from selfspec_tune.train.records import Parser, read_records
+
+    parser = Parser(tokenizer, config.text_field, config.messages_field)
 
     def texts(path: Path) -> list[str]:
-        fields = {"text_field": config.text_field, "messages_field": config.messages_field}
-        return [record.text for record in read_records(str(path), tokenizer, **fields)]
+        return [record.text for record in read_records(str(path), parser)]
 
     counts = TokenCounts(outline.vocab_size)
     documents = {str(path): texts(path) for path in config.text}

@@ -28,7 +28,7 @@ class HeadFacts:
     Attributes:
         exit_layer: E, the layers that run before the head.
         checkpoint_fingerprint: of the frozen checkpoint, see `artifact.fingerprint`.
-        loss: kl or ce.
+        loss: kl, ce, tv or mixture.
         steps: optimiser steps trained.
         config: the options of the training run.
     """

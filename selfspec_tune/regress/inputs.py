@@ -10,7 +10,7 @@ import torch
 
 from selfspec_tune import artifact, trained_on
 from selfspec_tune.artifact import Artifact
-from selfspec_tune.config import MAX_DRAFT_TOKENS, RegressConfig, flag
+from selfspec_tune.config import MAX_DRAFT_TOKENS, RegressConfig, flag, parse_share
 from selfspec_tune.decode.engine import Request
 from selfspec_tune.decode.prompts import read_requests
 from selfspec_tune.decode.sampling import SamplingParams
@@ -63,8 +63,8 @@ def read_inputs(model: str, config: RegressConfig) -> Inputs:
     Raises:
         UserError: a bad number or file, another vocabulary in the base, or nothing left to test.
     """
-    max_increase = quality.parse_share("max_perplexity_increase", config.max_perplexity_increase)
-    max_drop = quality.parse_share("max_task_drop", config.max_task_drop)
+    max_increase = parse_share("max_perplexity_increase", config.max_perplexity_increase)
+    max_drop = parse_share("max_task_drop", config.max_task_drop)
     _check_numbers(config)
     names = [name.strip() for given in config.tasks for name in given.split(",")]
     if config.base is not None and not config.text and not names:

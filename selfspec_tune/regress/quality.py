@@ -69,22 +69,6 @@ class Quality:
         return {name: _finite(value) for name, value in vars(self).items()}
 
 
-def parse_share(name: str, text: str) -> float:
-    """Turn "2%" or "0.02" into 0.02; `name` is the option's.
-
-    Raises:
-        UserError: not a number, negative, or 1 and above without a percent sign (2 is too likely meant as 2%).
-    """
-    number = text.strip()
-    try:
-        value = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < (math.inf if number.endswith("%") else 1):
-        raise UserError(f"{name} is not a share", got=text, allowed="such as 2% or 0.02, not negative")
-    return value
-
-
 def compare(name: str, scores: Scores, *, max_increase: float, available: int, same_weights: bool = False) -> Quality:
     """Compare two models' scores of the same documents.
 

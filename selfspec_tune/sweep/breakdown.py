@@ -8,9 +8,10 @@ from typing import Any
 
 from selfspec_tune.decode.drafters.make import DraftSettings
 from selfspec_tune.decode.price import write_costs
+from selfspec_tune.speedup import speedup_model
 from selfspec_tune.sweep.candidates import Candidate, Trials, layer_skip_costs, of_rounds
 from selfspec_tune.sweep.costs import CostBook
-from selfspec_tune.sweep.objective import WISH, Cell, Costs, alpha_needed, speedup_model, speedup_predicted
+from selfspec_tune.sweep.objective import WISH, Cell, Costs, alpha_needed, speedup_predicted
 from selfspec_tune.sweep.tally import RESAMPLES, Profile, clipped, interval
 
 LEAST_K = 2

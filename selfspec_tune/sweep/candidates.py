@@ -27,9 +27,10 @@ from selfspec_tune.evenly import spread_evenly
 from selfspec_tune.model import draft_vocab
 from selfspec_tune.model.load import checkpoint_dir
 from selfspec_tune.progress import Progress, silent
+from selfspec_tune.speedup import speedup_model
 from selfspec_tune.sweep.costs import CostBook
 from selfspec_tune.sweep.kept import Kept
-from selfspec_tune.sweep.objective import Cell, Costs, speedup_model
+from selfspec_tune.sweep.objective import Cell, Costs
 from selfspec_tune.sweep.processes import Processes
 from selfspec_tune.sweep.profile import Prompt
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 from statistics import median, quantiles
 from typing import Any
 
+from selfspec_tune.speedup import expected_tokens
+
 HOPELESS_ALPHA = 0.95
 """Where a draft would have to be accepted more often than this, its cost is to blame, not its quality."""
 WISH = 1.2
@@ -177,19 +179,6 @@ class Cell:
     speedup_model: float
     speedup_predicted: float
     interval: tuple[float, float] = (0.0, float("inf"))
-
-
-def expected_tokens(alpha: float, k: int) -> float:
-    """Return E(k) = 1 + α + … + α^k, the tokens of a round if every draft token stands with probability α by itself.
-
-    That is (1 − α^(k+1))/(1 − α) of arXiv 2211.17192, without its hole at α = 1.
-    """
-    return sum(alpha**power for power in range(k + 1))
-
-
-def speedup_model(alpha: float, cost_ratio: float, k: int) -> float:
-    """Return the textbook score E(k)/(c·k + 1) of arXiv 2211.17192: like acceptances, a verification for one step."""
-    return expected_tokens(alpha, k) / (cost_ratio * k + 1)
 
 
 def speedup_predicted(

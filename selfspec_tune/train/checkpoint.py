@@ -8,7 +8,8 @@
 
 A head's run leaves exit_head.metrics.jsonl, exit_head.state/, exit_head.safetensors, exit_head.json and trained_on.npy
 instead, so that its output may be the model's own directory; another one is completed with the model's files.
-Everything is written under another name and then renamed.
+Everything is written under another name and then renamed, and what it replaces goes last: a process that dies at any
+point leaves what the same command goes on from.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from typing import Any
 import torch
 
 from selfspec_tune.artifact import fingerprint
-from selfspec_tune.config import TrainConfig
+from selfspec_tune.config import TrainConfig, field_defaults
 from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_json, write_json
 from selfspec_tune.model.load import checkpoint_dir
+from selfspec_tune.train.lora import merge_adapters, merged_weights
+from selfspec_tune.train.sharding import reshard
+from selfspec_tune.train.writing import write_together
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,8 @@ FILES = {
     "layer-skip": RunFiles("training.json", "metrics.jsonl", "state", ""),
     "exit-head": RunFiles("exit_head.json", "exit_head.metrics.jsonl", "exit_head.state", "/exit_head.*"),
 }
-# These change neither what is computed nor how it is measured; a run may be resumed with other values.
-FREE_FIELDS = ("output", "json", "wandb", "save_every", "eval_every", "max_minutes", "device", "cache_targets")
+# These change neither a step nor how weights are measured; a run may be resumed with other values.
+FREE_FIELDS = ("output", "json", "tracker", "save_every", "eval_every", "max_minutes", "device", "cache_targets")
 
 
 def base_name(model: str) -> str:
@@ -62,7 +66,7 @@ def identity(config: TrainConfig) -> dict[str, Any]:
     directory = checkpoint_dir(str(config.model))
     if config.method == "exit-head" and directory is not None:
         options["checkpoint"] = fingerprint(directory)  # a head is of no use to other weights in the same place
-    for name in ("train_data", "eval_data"):
+    for name in ("train_data", "eval_data", "general_data", "anchor_data"):
         options[name] = [str(Path(s).resolve()) if Path(s).exists() else s for s in options[name]]
     plain: dict[str, Any] = json.loads(json.dumps(options))
     return plain
@@ -85,6 +89,7 @@ def finished(config: TrainConfig) -> dict[str, Any] | None:
     if (output / files.facts).is_file():
         facts: dict[str, Any] = read_json(output / files.facts)
         refuse_other_run(f"{output}{files.all}", facts.get("config", {}), identity(config), what="a finished run")
+        shutil.rmtree(output / files.states, ignore_errors=True)  # left where the process died just before its end
         return facts
     state = latest_state(output / files.states)
     if state is not None:
@@ -107,8 +112,8 @@ def _may_hold_checkpoint(output: Path, config: TrainConfig, *, resuming: bool) -
 
 def refuse_other_run(place: str, there: dict[str, Any], here: dict[str, Any], *, what: str) -> None:
     """Raise a UserError naming the options in which two identities differ; return if they are the same."""
-    there = {"method": "layer-skip", **there}  # there was no other when the first runs were recorded
-    here = {"method": "layer-skip", **here}
+    then = json.loads(json.dumps(field_defaults(TrainConfig), default=str))  # options that a recorded run did not know
+    there, here = {**then, **there}, {**then, **here}
     differing = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
     if differing:
         raise UserError(
@@ -125,52 +130,108 @@ def latest_state(states: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def where_it_stopped(config: TrainConfig) -> str:
+    """Return a sentence on what a run that was told to stop goes on from."""
+    state = latest_state(Path(str(config.output)) / FILES[config.method].states)
+    if state is None:
+        return "stopped before a state was saved"
+    return f"stopped after step {_step_of(state)}: the same command goes on from there"
+
+
 def save_state(accelerator: Any, states: Path, step: int, about: dict[str, Any]) -> None:
     """Write the state of everything accelerate knows of, then rename it and remove older ones. All ranks call this.
 
     Args:
         accelerator: holds the model, the optimizer, the random states and the registered objects.
-        states: the directory of the run's states.
+        states: the directory of the run's states, the same one for all ranks.
         step: optimiser steps done.
         about: {"config": identity, "data": digest of the tokens, "processes": number of ranks}.
+
+    Raises:
+        UserError: it could not be written; the state before is as it was.
     """
-    temporary = states / "incomplete"
-    if accelerator.is_main_process:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(temporary), safe_serialization=False)  # safetensors would warn of the tied head
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        write_json(temporary / "about.json", about)
-        final = states / f"step-{step:08d}"
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-        for old in states.glob("step-*"):
-            if old != final:
-                shutil.rmtree(old)
-    accelerator.wait_for_everyone()
+    temporary, before = states / "incomplete", latest_state(states)
+    kept = f"{before.name} is kept" if before else ""
+
+    def begin() -> None:
+        if accelerator.is_main_process:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+
+    def write() -> None:
+        accelerator.save_state(str(temporary), safe_serialization=False)  # safetensors would warn of the tied head
+
+    def end() -> None:
+        if accelerator.is_main_process:
+            write_json(temporary / "about.json", {**about, "distribution": _distribution(accelerator)})
+            _flush(temporary)
+            final = states / f"step-{step:08d}"
+            while final.exists():  # a state of this step stays until the new one is in place
+                final = final.with_name(f"{final.name}+")
+            temporary.rename(final)
+            for old in states.glob("step-*"):
+                if old != final:
+                    shutil.rmtree(old)
+
+    for part in (begin, write, end):
+        write_together(accelerator, part, states, kept=kept)
 
 
 def load_state(accelerator: Any, states: Path, about: dict[str, Any]) -> bool:
     """Load the latest state into everything accelerate knows of; False where there is none.
 
     Raises:
-        UserError: the state belongs to other options, other data or another number of processes.
+        UserError: the state belongs to other options, other data, or another number or kind of processes.
     """
     state = latest_state(states)
+    _check_shared(accelerator, state, states)
     if state is None:
         return False
     there, place = _state_identity(state), str(states)
     refuse_other_run(place, there["config"], about["config"], what="the state of a run")
-    facts = ("data", "processes")
-    refuse_other_run(place, {k: there[k] for k in facts}, {k: about[k] for k in facts}, what="the state of a run")
+    here = {**about, "distribution": _distribution(accelerator)}
+    there = {"distribution": here["distribution"], **there}  # states of before it was recorded
+    facts = ("data", "processes", "distribution")
+    refuse_other_run(place, {k: there[k] for k in facts}, {k: here[k] for k in facts}, what="the state of a run")
     accelerator.load_state(str(state))
     return True
 
 
+def _step_of(state: Path) -> int:
+    return int(state.name.removeprefix("step-").rstrip("+"))
+
+
+def _distribution(accelerator: Any) -> str:
+    """Return how a run is spread over processes, which says what its states are made of: NO, MULTI_GPU, FSDP, ..."""
+    return str(accelerator.distributed_type.value)
+
+
+def _check_shared(accelerator: Any, state: Path | None, states: Path) -> None:
+    """Raise a UserError where ranks see different states: they are on machines that do not share the output."""
+    if accelerator.num_processes == 1:
+        return
+    step = _step_of(state) if state else -1
+    seen = accelerator.gather(torch.tensor([step], device=accelerator.device)).tolist()
+    if len(set(seen)) > 1:
+        raise UserError(
+            f"the processes see different states in {states}",
+            got=", ".join("none" if each < 0 else f"step {each}" for each in seen),
+            allowed="an output that all machines share",
+        )
+
+
+def _flush(directory: Path) -> None:
+    """Bring the files of a directory to the disk itself."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as handle:
+                os.fsync(handle.fileno())
+
+
 def round_weights(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Round the fp32 weights to what `dtype` can hold, in place, so that what is measured last is what is saved."""
+    """Merge adapters and round weights to what `dtype` can hold, in place: what is measured last is what is saved."""
+    reshard(module)
+    merge_adapters(module)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(parameter.to(dtype))
@@ -185,18 +246,26 @@ def save_checkpoint(accelerator: Any, module: Any, tokenizer: Any, output: Path,
         tokenizer: saved beside the weights, chat template included.
         output: the run's directory.
         dtype: of the saved weights.
+
+    Raises:
+        UserError: it could not be written.
     """
     weights = accelerator.get_state_dict(module)
-    if accelerator.is_main_process:
+
+    def write() -> None:
+        if not accelerator.is_main_process:
+            return
         model = accelerator.unwrap_model(module).model
         temporary = output / "checkpoint.incomplete"
         shutil.rmtree(temporary, ignore_errors=True)
-        _save_pretrained(model, {name.removeprefix("model."): w for name, w in weights.items()}, temporary, dtype)
+        plain = merged_weights(model, {name.removeprefix("model."): w for name, w in weights.items()})
+        _save_pretrained(model, plain, temporary, dtype)
         tokenizer.save_pretrained(temporary)
         for path in sorted(temporary.iterdir()):
             path.replace(output / path.name)
         temporary.rmdir()
-    accelerator.wait_for_everyone()
+
+    write_together(accelerator, write, output)
 
 
 def files_of(base: str) -> Path:
@@ -247,10 +316,12 @@ def _save_pretrained(model: Any, weights: dict[str, Any], directory: Path, dtype
     with torch.device("meta"):
         shell = type(model)(model.config).to(dtype)
     shell.generation_config = model.generation_config
-    cast: dict[int, torch.Tensor] = {}
-    for weight in weights.values():
-        cast.setdefault(weight.data_ptr(), weight.to("cpu", dtype))  # tied weights stay one tensor
-    shell.save_pretrained(directory, state_dict={name: cast[w.data_ptr()] for name, w in weights.items()})
+    # Tied weights are one parameter of the shell, and become one tensor again where they were gathered as several.
+    owners = {name: id(parameter) for name, parameter in shell.named_parameters(remove_duplicate=False)}
+    cast: dict[object, torch.Tensor] = {}
+    for name, weight in weights.items():
+        cast.setdefault(owners.get(name, name), weight.to("cpu", dtype))
+    shell.save_pretrained(directory, state_dict={name: cast[owners.get(name, name)] for name in weights})
 
 
 def _state_identity(state: Path) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""The training loop: steps, evaluations, states, and the end. Knows no terminal; progress goes to a function.
+"""The training loop: steps, evaluations, states, and the end. Knows no terminal; reports go to functions.
 
-What is trained, the whole model or a head on it, and what is written at the end, `methods.py` says.
+What is trained, the whole model or a head on it, and what is written at the end, `methods.py` says. `evaluate.py` says
+what is measured, `guard.py` when a run has gone wrong.
 """
 
 from __future__ import annotations
 
-import math
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,28 @@ from selfspec_tune.config import TrainConfig
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.families import describe
 from selfspec_tune.model.load import load_model, load_tokenizer
-from selfspec_tune.progress import Progress, silent
-from selfspec_tune.train import checkpoint
-from selfspec_tune.train.data import Sequences, load_sequences
+from selfspec_tune.progress import Progress, Report, silent, unheard
+from selfspec_tune.train import checkpoint, guard, outcome
 from selfspec_tune.train.environment import interruption, make_accelerator
+from selfspec_tune.train.evaluate import Evaluator, assumed_costs
+from selfspec_tune.train.judge import Judge
 from selfspec_tune.train.methods import METHODS, Start
 from selfspec_tune.train.metrics import Metrics, flat
 from selfspec_tune.train.options import check_options
-from selfspec_tune.train.schedule import active_exits, draw_dropped, learning_rate, resolve_exits
+from selfspec_tune.train.position import Position
+from selfspec_tune.train.schedule import active_exits, draw_dropped, learning_rate, mixture_weight, resolve_exits
+from selfspec_tune.train.sharding import prepare
+from selfspec_tune.train.step import Update
+from selfspec_tune.train.texts import load_texts
+from selfspec_tune.train.trackers import finish_trackers, start_trackers
+from selfspec_tune.train.weights import KeptWeights
 
 
-def train(config: TrainConfig, progress: Progress = silent) -> dict[str, Any]:
+def train(config: TrainConfig, progress: Progress = silent, report: Report = unheard) -> dict[str, Any]:
     """Train as `config` says and return the contents of output/training.json (of a head: output/exit_head.json).
+
+    What is saved are the weights of the evaluation with the best estimated speed-up within the perplexity budget. If no
+    evaluation but the base's was within it, nothing is saved: `best_step` of the facts is None, and a state remains.
 
     A finished output is returned as it is; a state of the same run is resumed. Interrupted by SIGINT, the run saves a
     state and raises KeyboardInterrupt; the same call then ends with the weights of an uninterrupted run, bit for bit on
@@ -37,9 +49,10 @@ def train(config: TrainConfig, progress: Progress = silent) -> dict[str, Any]:
     Args:
         config: model, output and train_data are required.
         progress: called with ("train" | "evaluate" | "target states", done, total).
+        report: called with every record of metrics.jsonl, and with notices.
 
     Raises:
-        UserError: a bad option, model or data set, or an output that holds another run.
+        UserError: a bad option, model or data set, an output that holds another run, or a loss that is not finite.
         KeyboardInterrupt: after SIGINT, with the state saved.
     """
     check_options(config)
@@ -48,95 +61,89 @@ def train(config: TrainConfig, progress: Progress = silent) -> dict[str, Any]:
         return done
     accelerator = make_accelerator(config)
     try:
-        return _Run(config, accelerator, progress).to_the_end()
+        return _Run(config, accelerator, progress, report).to_the_end()
     finally:
-        accelerator.end_training()
-
-
-class _Position:
-    """What is checkpointed besides model, optimizer and random states; registered with accelerate."""
-
-    def __init__(self, seed: int) -> None:
-        self.step = 0
-        self.sequences = 0
-        self.tokens = 0
-        self.seconds = 0.0
-        self.before: dict[str, Any] = {}
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**vars(self), "generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"])
-        vars(self).update({name: value for name, value in state.items() if name != "generator"})
+        finish_trackers(accelerator)  # the process group is left by the caller, when all is written and printed
 
 
 class _Run:
     """One training run: what lives from the first step to the last."""
 
-    def __init__(self, config: TrainConfig, accelerator: Any, progress: Progress) -> None:
-        self.config, self.accelerator, self.progress = config, accelerator, progress
+    def __init__(self, config: TrainConfig, accelerator: Any, progress: Progress, report: Report) -> None:
+        self.config, self.accelerator, self.progress, self.report = config, accelerator, progress, report
         self.output, self.files = Path(str(config.output)), checkpoint.FILES[config.method]
+        self.states, self.ranks = self.output / self.files.states, accelerator.num_processes
         self.base = checkpoint.base_name(str(config.model))
         model = load_model(self.base, device="cpu")
         self.save_dtype = model.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         family = describe(model.config)
         if config.sequence_length > family.max_context:
-            raise UserError(
-                "sequence_length exceeds the context of the model",
-                got=config.sequence_length,
-                allowed=f"at most {family.max_context}",
-            )
+            allowed = f"at most {family.max_context}"
+            raise UserError("sequence_length exceeds the model's context", got=config.sequence_length, allowed=allowed)
         self.exits = resolve_exits(config.chosen_exits, family.num_layers)
+        costs = assumed_costs(model, self.exits, extra_layers=int(config.method == "exit-head"))
         self.trained_on = trained_on.read(checkpoint.files_of(self.base)) or trained_on.TrainedOn()
         self.tokenizer = load_tokenizer(self.base)
-        training, held_out = _load_data(config, self.tokenizer, accelerator.num_processes)
-        if int(training.ids.max()) >= family.vocab_size:
-            raise UserError("the tokenizer has tokens that the model does not know", got=self.base)
-        self.position = _Position(config.seed)
+        texts = load_texts(config, self.tokenizer, accelerator.process_index, self.ranks, report)
+        texts.training.check_vocabulary(family.vocab_size)
         self.method = METHODS[config.method](Start(config, model, self.base, self.exits, self.save_dtype, accelerator))
-        self.training, self.held_out = self.method.prepare(training, held_out, progress)
+        self.training, held_out = self.method.prepare(texts.training, texts.held_out, progress)
+        self.anchor_data = texts.anchor
+        self.position = Position(config.seed, config.exit_loss_weight, self.training)
         self.module, self.optimizer = self._prepare(self.method.module.train())
+        self.update = Update(config, accelerator, self.module, self.optimizer)
+        device, size = accelerator.device, config.batch_size
+        self.evaluator = Evaluator(held_out, texts.general, self.exits, costs, size, device, progress)
+        self.kept = KeptWeights(accelerator, self.states, always=guard.keeps_base(config))
+        self.judge = Judge(
+            config, self.module, self.position, self.evaluator, self.kept, self.save_dtype, self._log, report
+        )
         self.started = time.monotonic()
         self.metrics = Metrics(self.output / self.files.metrics, enabled=accelerator.is_main_process)
         self.about = {
             "config": checkpoint.identity(config),
-            "data": self.training.digest() + self.held_out.digest(),
-            "processes": accelerator.num_processes,
+            "data": "".join(
+                each.digest() for each in (self.training, held_out, texts.general, texts.anchor) if each is not None
+            ),
+            "processes": self.ranks,
         }
 
     def to_the_end(self) -> dict[str, Any]:
-        """Resume or start, step until done, save the checkpoint and return the facts."""
+        """Resume or start, step until done, save the best weights and return the facts."""
         self.output.mkdir(parents=True, exist_ok=True)
-        resumed = checkpoint.load_state(self.accelerator, self.output / self.files.states, self.about)
-        self.metrics.rewind(self.position.step if resumed else None)
-        self.started = time.monotonic() - self.position.seconds
+        resumed = checkpoint.load_state(self.accelerator, self.states, self.about)
+        position = self.position
+        self.metrics.rewind(position.step if resumed else None)
+        self.kept.state_saved(position.best["step"] if position.best else None)
+        at = position.step if resumed else None
+        start_trackers(self.accelerator, self.about["config"], self.output, position.run, resumed_at=at)
+        self.started = time.monotonic() - position.seconds
         if not resumed:
-            self.position.before = self._evaluate()
+            self.judge.now()
+        diverged = None
+        try:
+            self._train()
+        except guard.Diverged as error:
+            diverged, position.stopped = error, "diverged"
+        facts = self._finish()
+        if diverged is not None:
+            raise outcome.diverged(diverged, facts, self.config, checkpoint.latest_state(self.states))
+        return facts
+
+    def _train(self) -> None:
+        position = self.position
         with interruption() as interrupted:
+            self.judge.if_due()  # an interrupted run saved its state before the evaluation of its last step
             while not self._is_over():
                 self._step()
                 if self._agree(interrupted.is_set()):
                     self._save_state()
-                    raise KeyboardInterrupt
-                self._between_steps()
-            self._save_state()
-        checkpoint.round_weights(self.module, self.save_dtype)
-        after = self._evaluate()
-        self._read_clock()
-        self.method.save(self.module, self.tokenizer, self.output, self.position.step, self.about["config"])
-        facts = self._facts(after)
-        if self.accelerator.is_main_process:
-            self._write_trained_on()
-            checkpoint.write_facts(self.output, facts, self.files)
-        return facts
-
-    def _write_trained_on(self) -> None:
-        """Write what the base was trained on and what this run has read, held-out records left out."""
-        for record in self.training.records:
-            self.trained_on.add(record.parts)
-        self.trained_on.write(self.output)
+                    interrupted.leave(terminated=self._agree(interrupted.signal == signal.SIGTERM))
+                self.judge.if_due()
+                if position.step % self.config.save_every == 0 and not self._is_over():
+                    self._save_state()
+        self.judge.now()
+        self._save_state()
 
     def _prepare(self, module: Any) -> tuple[Any, Any]:
         config = self.config
@@ -144,44 +151,38 @@ class _Run:
         vectors = [p for p in module.parameters() if p.requires_grad and p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         adamw = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
-        module, optimizer = self.accelerator.prepare(module, adamw)
+        module, optimizer = prepare(self.accelerator, module, adamw)
         self.accelerator.register_for_checkpointing(self.position)
         return module, optimizer
 
     def _step(self) -> None:
-        """Do one optimiser step: draw its plan, accumulate gradients, clip, update, and write its metrics."""
-        config, position, accelerator = self.config, self.position, self.accelerator
+        """Do one optimiser step as the schedules have it, and write its metrics."""
+        config, position = self.config, self.position
         began = time.monotonic()
-        exits = active_exits(self.exits, config.exits_per_step, position.step)
+        steps, curriculum = config.max_steps, config.exit_curriculum
+        exits = active_exits(self.exits, config.exits_per_step, position.step, curriculum=curriculum, max_steps=steps)
         dropped = draw_dropped(self.method.drop_probabilities, position.generator)
         rate = learning_rate(
-            position.step, peak=config.learning_rate, warmup_steps=config.warmup_steps, max_steps=config.max_steps
+            position.step, peak=config.learning_rate, warmup_steps=config.warmup_steps, max_steps=steps
         )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        losses = torch.zeros(2 + len(exits), device=accelerator.device)
-        for _ in range(config.gradient_accumulation):
-            ids, counted, *states = self._next_batch()
-            with accelerator.accumulate(self.module):
-                total, parts = self.module(ids, counted, exits, dropped, *states)
-                accelerator.backward(total)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(self.module.parameters(), config.max_grad_norm)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            losses += torch.cat([total.detach()[None], parts]) / config.gradient_accumulation
-        values = accelerator.reduce(losses, "mean").tolist()
-        if not math.isfinite(values[0]):
-            raise UserError(f"the loss is {values[0]} at step {position.step + 1}", command="--learning-rate SMALLER")
-        tokens = config.batch_size * config.gradient_accumulation * accelerator.num_processes * config.sequence_length
+        of_step: dict[str, Any] = {"exit_share": position.exit_share}
+        if config.exit_loss == "mixture":
+            of_step["mixture"] = [mixture_weight(position.alpha.get(layer, 0.0)) for layer in exits]
+        taken = self.update.take(position.step + 1, self._batches(), exits, dropped, self._anchored(), **of_step)
+        position.note_acceptance(exits, taken.accepted)
+        tokens = config.batch_size * config.gradient_accumulation * self.ranks * config.sequence_length
         position.step += 1
         position.tokens += tokens
         self._read_clock()
         self._log(
             {
                 "step": position.step,
-                "loss": values[0],
-                "losses": dict(zip(["final", *map(str, exits)], values[1:], strict=True)),
+                "loss": taken.loss,
+                "losses": taken.losses,
+                "gradient_norm": taken.gradient_norm,
+                "running_alpha": {str(layer): value for layer, value in sorted(position.alpha.items())},
                 "learning_rate": rate,
                 "layers_dropped": len(dropped),
                 "tokens_per_second": tokens / (time.monotonic() - began),
@@ -190,49 +191,32 @@ class _Run:
         )
         self.progress("train", position.step, config.max_steps)
 
-    def _next_batch(self) -> list[torch.Tensor]:
-        """Return this rank's next [batch_size, T] of the stream; ranks take neighbouring pieces."""
-        count, ranks = self.config.batch_size, self.accelerator.num_processes
-        first = self.position.sequences + self.accelerator.process_index * count
-        self.position.sequences += count * ranks
-        batch = self.training.batch(first, count, seed=self.config.seed)
+    def _batches(self) -> Iterator[list[torch.Tensor]]:
+        """Yield this rank's next batches of the stream, those of one step; ranks take neighbouring pieces."""
+        count, device = self.config.batch_size, self.accelerator.device
+        for _ in range(self.config.gradient_accumulation):
+            first = self.position.sequences + self.accelerator.process_index * count
+            self.position.sequences += count * self.ranks
+            yield [tensor.to(device) for tensor in self.training.batch(first, count, seed=self.config.seed)]
+
+    def _anchored(self) -> list[torch.Tensor] | None:
+        """Return this rank's batch of the anchor's data for this step; None where there are none."""
+        if self.anchor_data is None:
+            return None
+        count = self.config.anchor_batch_size
+        first = (self.position.step * self.ranks + self.accelerator.process_index) * count
+        batch = self.anchor_data.batch(first, count, seed=self.config.seed)
         return [tensor.to(self.accelerator.device) for tensor in batch]
-
-    def _between_steps(self) -> None:
-        step, over = self.position.step, self._is_over()
-        if step % self.config.eval_every == 0 and not over:
-            self._evaluate()
-        if step % self.config.save_every == 0 and not over:
-            self._save_state()
-
-    def _evaluate(self) -> dict[str, Any]:
-        """Return full-depth perplexity and alpha per exit on the held-out sequences; every rank does all of them."""
-        device, size, total = self.accelerator.device, self.config.batch_size, len(self.held_out)
-        counts = torch.zeros(2 + len(self.exits), dtype=torch.float64, device=device)
-        self.module.eval()
-        with torch.no_grad():
-            for start in range(0, total, size):
-                batch = self.held_out.read(list(range(start, min(start + size, total))))
-                ids, counted, *states = [tensor.to(device) for tensor in batch]
-                counts += self.module(ids, counted, self.exits, frozenset(), *states)[0]
-                self.progress("evaluate", min(start + size, total), total)
-        self.module.train()
-        tokens, nll, *agreed = counts.tolist()
-        if not tokens:
-            raise UserError("the held-out data have no token to predict", got="prompts only")
-        alpha = {str(layer): count / tokens for layer, count in zip(self.exits, agreed, strict=True)}
-        record = {"perplexity": math.exp(min(nll / tokens, 700.0)), "alpha": alpha}
-        self._log({"step": self.position.step, **record})
-        return record
 
     def _is_over(self) -> bool:
         minutes = self.config.max_minutes
         late = minutes is not None and self.position.seconds >= 60 * minutes
-        return self.position.step >= self.config.max_steps or self._agree(late)
+        over = self.position.stopped is not None or self.position.step >= self.config.max_steps
+        return over or self._agree(late)
 
     def _agree(self, flag: bool) -> bool:
         """Return whether any rank says so: clocks and signals differ between ranks, decisions must not."""
-        if self.accelerator.num_processes == 1:
+        if self.ranks == 1:
             return flag
         flags = torch.tensor([float(flag)], device=self.accelerator.device)
         return bool(self.accelerator.reduce(flags, "sum").item())
@@ -243,42 +227,37 @@ class _Run:
 
     def _save_state(self) -> None:
         self._read_clock()
-        checkpoint.save_state(self.accelerator, self.output / self.files.states, self.position.step, self.about)
+        checkpoint.save_state(self.accelerator, self.states, self.position.step, self.about)
+        self.kept.state_saved(self.position.best["step"] if self.position.best else None)
 
     def _log(self, record: dict[str, Any]) -> None:
         self.metrics.write(record)
+        self.report(record)
         if self.accelerator.trackers:
             self.accelerator.log(flat(record), step=record["step"])
 
-    def _facts(self, after: dict[str, Any]) -> dict[str, Any]:
-        position, before = self.position, self.position.before
-        return {
-            "base": self.base,
-            "steps": position.step,
-            "stopped_by": "max_steps" if position.step >= self.config.max_steps else "max_minutes",
-            "tokens": position.tokens,
-            "seconds": position.seconds,
-            "exits": list(self.exits),
-            "alpha_before": before["alpha"],
-            "alpha_after": after["alpha"],
-            "perplexity_before": before["perplexity"],
-            "perplexity_after": after["perplexity"],
-            "held_out_tokens": self.held_out.ids.numel(),
-            "dtype": str(self.save_dtype).removeprefix("torch."),
-            "config": self.about["config"],
-            "config_hash": checkpoint.identity_hash(self.about["config"]),
-        }
-
-
-def _load_data(config: TrainConfig, tokenizer: Any, ranks: int) -> tuple[Sequences, Sequences]:
-    return load_sequences(
-        config.train_data,
-        config.eval_data,
-        tokenizer,
-        length=config.sequence_length,
-        num_train=config.max_steps * config.batch_size * config.gradient_accumulation * ranks,
-        num_eval=config.eval_sequences,
-        text_field=config.text_field,
-        messages_field=config.messages_field,
-        seed=config.seed,
-    )
+    def _finish(self) -> dict[str, Any]:
+        """Save the best weights within the budget, if there are any, and return the facts."""
+        if self.position.stopped != "diverged":
+            self.judge.shrink()
+        position, best = self.position, self.position.best
+        facts = outcome.Facts(self.config, self.base, self.save_dtype, self.about["config"], self.evaluator)
+        if best is None:
+            return facts.of(position, position.last)
+        self.judge.restore(best["step"])
+        checkpoint.round_weights(self.module, self.save_dtype)
+        self._read_clock()
+        if self.config.streaming:  # all other data were read, and bad records named, before the first step
+            for line in self.training.skipped:
+                self.report({"notice": line})
+        self.method.save(self.module, self.tokenizer, self.output, best["step"], self.about["config"])
+        result = facts.of(position, best)
+        if self.config.skip_bad_records:
+            result["skipped"] = list(self.training.skipped)
+        self.training.hash_into(self.trained_on)
+        if self.anchor_data is not None:
+            self.anchor_data.hash_into(self.trained_on)
+        if self.accelerator.is_main_process:
+            self.trained_on.write(self.output)
+            checkpoint.write_facts(self.output, result, self.files)
+        return result

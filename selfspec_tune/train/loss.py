@@ -1,146 +1,134 @@
-"""The training loss and the evaluation counts, fused with the LM head and computed in chunks of tokens.
+"""The training loss and the evaluation counts, fused with final norm and LM head and computed in chunks of tokens.
 
-Logits exist for one chunk and one exit at a time: never [exits, tokens, V], nor [tokens, V]. The gradient of
-softmax cross entropy and of KL in the logits is a difference of two distributions, so it is formed in the forward pass,
-while the logits are there, and nothing is recomputed in the backward pass.
+Never are there logits [exits, tokens, V], nor [tokens, V]; `fused_loss.py` has the pass that sees to it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
-# fp32 logits held at once; 2**24 of them are 64 MB.
-LOGITS_PER_CHUNK = 2**24
+from selfspec_tune.train.fused_loss import IGNORED as IGNORED
+from selfspec_tune.train.fused_loss import LOGITS_PER_CHUNK, FusedLoss, Parts, Plan, counted_rows, normed, rows_of
+
+Kind = Literal["kl", "ce", "tv", "mixture"]
 
 
 def early_exit_loss(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
+    hidden: Sequence[Tensor],
+    weight: Tensor,
+    targets: Tensor,
     *,
-    exit_weight: float,
-    kind: str = "kl",
+    shares: Sequence[float],
+    kind: Kind = "kl",
+    mixture: Sequence[float] | None = None,
+    norm: nn.Module | None = None,
+    teacher: Tensor | None = None,
+    teacher_weight: Tensor | None = None,
+    anchor: float = 0.0,
     chunk: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss of the final layer and of the active exits, as in LayerSkip (arXiv 2404.16710, section 4.2).
 
-    total = (1 - w) * CE(final, targets) + w * mean over exits of loss_e, each a mean over tokens, where loss_e is
-    KL(final, detached || exit) for kind `kl` and CE(exit, targets) for `ce`. Without exits, total = CE(final, targets).
-    Matrix products run in the autocast dtype where autocast is on, all else in fp32 (fp64 for fp64 inputs).
+    total = Σ shares_i · loss_i, each a mean over counted rows. With p the final layer's distribution, detached, and q
+    that of an exit, the exit's loss is
+
+    - kl: KL(p || q);
+    - tv: the total variation ½ Σ |p − q| = 1 − Σ min(p, q), one minus the expected acceptance rate;
+    - mixture: λ KL + (1 − λ) TV (arXiv 2602.23881, section 4.2), with λ of `schedule.mixture_weight`: TV is what
+      acceptance is made of, but its gradient vanishes where p and q share nothing, and there KL leads;
+    - ce: the cross entropy to the data.
+
+    The final layer's is (1 − a) · CE(final, targets) + a · KL(base || final), the anchor. Matrix products run in the
+    autocast dtype where autocast is on, all else in fp32 (fp64 for fp64 inputs). The gradients can be taken once.
 
     Args:
-        hidden: [1 + exits, N, d], *after* the final norm; index 0 is the final layer, the others the active exits.
+        hidden: M tensors [..., d] of one shape: the final layer, then the active exits; before the final norm if `norm`
+            is given, after it if not.
         weight: [V, d] of the LM head.
-        targets: [N], the token each row should predict.
-        exit_weight: w, the share of the exits.
-        kind: kl or ce.
-        chunk: tokens per chunk; chosen from V if None.
+        targets: [...], the token each row should predict; -100 where it predicts none.
+        shares: of the M layers in the total.
+        kind: of the exits' loss.
+        mixture: λ in [0, 1] of each of the M - 1 exits; for `mixture` only.
+        norm: the final norm. It is applied chunk by chunk and its parameters get their gradients.
+        teacher: [..., d], the base's final hidden states *after* its norm; for an anchor only. No gradient.
+        teacher_weight: [V, d] of the base's LM head if it is not `weight`. No gradient.
+        anchor: a in [0, 1].
+        chunk: rows per chunk; chosen from V if None.
 
     Returns:
-        The total (a scalar with gradients in `hidden` and `weight`) and [1 + exits] losses without gradients.
+        The total (a scalar with gradients in `hidden`, `weight` and the norm's parameters); [M] losses without
+        gradients, the first the cross entropy, or [M + 1] with the anchor's KL at the end if a > 0; and [M] agreements,
+        mean Σ min(p, q) without gradients, the first that of the final layer with the base if a > 0, else 1.
     """
-    size = chunk or chunk_size(weight)
-    return _FusedLoss.apply(hidden, weight, targets, exit_weight, kind == "kl", size)
+    if kind == "mixture" and (mixture is None or len(mixture) != len(hidden) - 1):
+        raise ValueError("a mixture needs a weight for every exit")
+    if len(shares) != len(hidden):
+        raise ValueError(f"{len(shares)} shares for {len(hidden)} layers")
+    if anchor > 0 and teacher is None:
+        raise ValueError("an anchor needs the base's hidden states")
+    plan = Plan(
+        targets=targets.flatten(),
+        shares=tuple(float(share) for share in shares),
+        parts=((1 - anchor, anchor, 0.0), *_exit_parts(kind, mixture, len(hidden) - 1)),
+        norm=norm,
+        teacher=None if teacher is None or anchor == 0 else rows_of(teacher.detach()),
+        teacher_weight=None if teacher_weight is None else teacher_weight.detach(),
+        chunk=chunk or chunk_size(weight),
+    )
+    parameters = () if norm is None else tuple(norm.parameters())
+    return FusedLoss.apply(plan, weight, *hidden, *parameters)
 
 
 @torch.no_grad()
 def agreement_counts(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, chunk: int | None = None
-) -> torch.Tensor:
+    hidden: Sequence[Tensor],
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    norm: nn.Module | None = None,
+    chunk: int | None = None,
+) -> Tensor:
     """Count what perplexity and alpha are made of.
 
     Args:
-        hidden: [1 + exits, N, d], after the final norm; index 0 is the final layer.
+        hidden: 1 + exits tensors [..., d], the final layer first; before the final norm if `norm` is given.
         weight: [V, d] of the LM head.
-        targets: [N].
-        chunk: tokens per chunk; chosen from V if None.
+        targets: [...], -100 where a row predicts nothing.
+        norm: the final norm.
+        chunk: rows per chunk; chosen from V if None.
 
     Returns:
-        [2 + exits] in fp64: tokens N, summed negative log-likelihood of the targets at the final layer, and per exit
-        the number of rows whose argmax is that of the final layer (not that of the data).
+        [2 + exits] in fp64: counted rows N, summed negative log-likelihood of the targets at the final layer, and per
+        exit the number of rows whose argmax is that of the final layer (not that of the data).
     """
-    counts = torch.zeros(1 + len(hidden), dtype=torch.float64, device=hidden.device)
-    size = chunk or chunk_size(weight)
-    counts[0] = len(targets)
-    for start in range(0, len(targets), size):
-        rows = slice(start, start + size)
-        final = F.linear(hidden[0, rows], weight).float()
+    counts = torch.zeros(1 + len(hidden), dtype=torch.float64, device=weight.device)
+    targets = targets.flatten()
+    counted = counted_rows(targets)
+    counts[0] = len(counted)
+    for rows in counted.split(chunk or chunk_size(weight)):
+        logits = (F.linear(normed(rows_of(each)[rows], norm), weight) for each in hidden)
+        final = next(logits).float()
         counts[1] += F.cross_entropy(final, targets[rows], reduction="sum").double()
         best = final.argmax(-1)
-        for index in range(1, len(hidden)):
-            counts[1 + index] += (F.linear(hidden[index, rows], weight).argmax(-1) == best).sum()
+        for index, early in enumerate(logits):
+            counts[2 + index] += (early.argmax(-1) == best).sum()
     return counts
 
 
-def chunk_size(weight: torch.Tensor) -> int:
+def chunk_size(weight: Tensor) -> int:
     """Return how many tokens' logits are held at once for a head of shape [V, d]."""
     return max(32, LOGITS_PER_CHUNK // weight.shape[0])
 
 
-class _FusedLoss(torch.autograd.Function):
-    """Loss and both gradients in one pass; backward only scales them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        exit_weight: float,
-        distil: bool,
-        chunk: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        device = hidden.device.type
-        compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        num_exits, num_tokens = len(hidden) - 1, max(1, len(targets))
-        shares = [1 - exit_weight if num_exits else 1.0] + [exit_weight / max(1, num_exits)] * num_exits
-        accumulate = torch.promote_types(weight.dtype, torch.float32)
-        grad_hidden = torch.zeros_like(hidden)
-        # A frozen head takes no gradient, which saves a third of the products here.
-        grad_weight = torch.zeros_like(weight, dtype=accumulate) if ctx.needs_input_grad[1] else None
-        losses = hidden.new_zeros(1 + num_exits, dtype=accumulate)
-        with torch.autocast(device, enabled=False):
-            head = weight.to(compute)
-            for start in range(0, len(targets), chunk):
-                rows = slice(start, start + chunk)
-                teacher = None
-                for index, share in enumerate(shares):
-                    h = hidden[index, rows].to(compute)
-                    log_q = F.linear(h, head).to(accumulate).log_softmax(-1)
-                    loss, grad = _loss_and_grad(log_q, targets[rows], teacher if distil and index else None)
-                    if index == 0 and distil and num_exits:
-                        teacher = log_q
-                    losses[index] += loss / num_tokens
-                    if share == 0:
-                        continue
-                    grad = (grad * (share / num_tokens)).to(compute)
-                    grad_hidden[index, rows] = (grad @ head).to(hidden.dtype)
-                    if grad_weight is not None:
-                        grad_weight += grad.t() @ h
-        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
-        ctx.mark_non_differentiable(losses)
-        return (losses * losses.new_tensor(shares)).sum(), losses
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_total: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        if grad_weight is not None:
-            grad_weight = grad_weight * grad_total
-        return grad_hidden * grad_total.to(grad_hidden.dtype), grad_weight, None, None, None, None
-
-
-def _loss_and_grad(
-    log_q: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of [n, V] log-probabilities and its gradient in the logits; KL given a teacher."""
-    if teacher is not None:
-        p = teacher.exp()
-        return (p * (teacher - log_q)).sum(), log_q.exp() - p
-    rows = torch.arange(len(targets), device=targets.device)
-    grad = log_q.exp()
-    grad[rows, targets] -= 1
-    return -log_q[rows, targets].sum(), grad
+def _exit_parts(kind: Kind, mixture: Sequence[float] | None, num_exits: int) -> list[Parts]:
+    """Return what the loss of each exit is made of."""
+    if kind == "mixture":
+        assert mixture is not None
+        return [(0.0, float(share), 1 - float(share)) for share in mixture]
+    parts = {"ce": (1.0, 0.0, 0.0), "kl": (0.0, 1.0, 0.0), "tv": (0.0, 0.0, 1.0)}
+    return [parts[kind]] * num_exits

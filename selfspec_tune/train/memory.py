@@ -1,4 +1,4 @@
-"""How much memory training a head on a frozen model takes, estimated from the model's config before anything is loaded.
+"""What memory training takes besides the weights trained, told from the model's config before anything is loaded.
 
 Weights are counted exactly; what a step needs besides is a rough sum of the tensors it holds at once.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from selfspec_tune.model.families import check_supported
+from selfspec_tune.train.anchor import frozen_copy
 from selfspec_tune.train.loss import LOGITS_PER_CHUNK
 
 TRAINED_BYTES = 16
@@ -61,11 +62,7 @@ def head_memory(config: Any, *, tokens: int, dtype: torch.dtype) -> HeadMemory:
     Raises:
         UserError: the architecture is not supported.
     """
-    from transformers import AutoModelForCausalLM
-
-    check_supported(config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = _outline(config)
     layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     hidden, mlp = HELD_PER_TOKEN
     held = tokens * (hidden * config.hidden_size + mlp * config.intermediate_size)
@@ -75,3 +72,23 @@ def head_memory(config: Any, *, tokens: int, dtype: torch.dtype) -> HeadMemory:
         lm_head=model.lm_head.weight.numel() * dtype.itemsize,
         step=4 * (held + 3 * LOGITS_PER_CHUNK),
     )
+
+
+def anchor_memory(config: Any, *, share_embeddings: bool, compute: torch.dtype) -> int:
+    """Return the bytes of the frozen copy that `train --anchor-weight` keeps without LoRA, see `frozen_copy`.
+
+    Raises:
+        UserError: the architecture is not supported.
+    """
+    base = frozen_copy(_outline(config), share_embeddings=share_embeddings, compute=compute)
+    return sum(weight.nbytes for weight in base.parameters())
+
+
+def _outline(config: Any) -> Any:
+    """Return the model of a config without numbers, in the dtype that the config names."""
+    from transformers import AutoModelForCausalLM
+
+    check_supported(config)
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -16,10 +16,13 @@ from selfspec_tune.model.exit_head import ExitHead, HeadFacts, save_exit_head
 from selfspec_tune.model.layer import widens
 from selfspec_tune.progress import Progress
 from selfspec_tune.train import checkpoint
-from selfspec_tune.train.data import Sequences
+from selfspec_tune.train.anchor import frozen_copy, widen
+from selfspec_tune.train.data import Sequences, Training
+from selfspec_tune.train.lora import add_adapters
 from selfspec_tune.train.module import EarlyExitModule, ExitHeadModule
 from selfspec_tune.train.schedule import drop_probabilities
 from selfspec_tune.train.targets import cached_states
+from selfspec_tune.train.writing import write_together
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Start:
 
 
 class LayerSkip:
-    """Train the whole model, so that its own early layers draft, and write it as a new checkpoint.
+    """Train the model's weights or adapters on them, so that its own early layers draft; write it as a new checkpoint.
 
     Attributes:
         module: what accelerate shall wrap.
@@ -54,18 +57,31 @@ class LayerSkip:
     def __init__(self, start: Start) -> None:
         config, model = start.config, start.model
         self.start = start
-        self.drop_probabilities = drop_probabilities(len(model.model.layers), config.layer_dropout)
-        if config.freeze_embeddings:
+        self.drop_probabilities = drop_probabilities(
+            len(model.model.layers), config.layer_dropout, config.dropout_schedule
+        )
+        compute = torch.bfloat16 if start.accelerator.mixed_precision == "bf16" else torch.float32
+        base = None
+        if config.lora_rank:
+            add_adapters(model, rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets)
+        elif config.freeze_embeddings:
             model.get_input_embeddings().requires_grad_(False)
             model.get_output_embeddings().requires_grad_(False)
+        if (config.anchor_weight or config.anchor_data) and not config.lora_rank:
+            base = frozen_copy(model, share_embeddings=config.freeze_embeddings, compute=compute)
+            base.to(start.accelerator.device)
+        widen(model, keep_frozen=model.dtype == start.save_dtype == compute)
         self.module: nn.Module = EarlyExitModule(
-            model.float(),
-            exit_weight=config.exit_loss_weight,
+            model,
+            exit_loss_weight=config.exit_loss_weight,
             exit_loss=config.exit_loss,
+            exit_weights=config.exit_weights,
+            anchor_weight=config.anchor_weight,
+            base=base,
             gradient_checkpointing=config.gradient_checkpointing,
         )
 
-    def prepare(self, training: Sequences, held_out: Sequences, progress: Progress) -> tuple[Sequences, Sequences]:
+    def prepare(self, training: Training, held_out: Sequences, progress: Progress) -> tuple[Training, Sequences]:
         """Return training and held-out sequences with all that the module reads."""
         return training, held_out
 
@@ -95,11 +111,12 @@ class FrozenHead:
             target, head, states_dtype=self.states_dtype, exit_loss=start.config.exit_loss
         )
 
-    def prepare(self, training: Sequences, held_out: Sequences, progress: Progress) -> tuple[Sequences, Sequences]:
+    def prepare(self, training: Training, held_out: Sequences, progress: Progress) -> tuple[Training, Sequences]:
         """Return training and held-out sequences, with the target's states if they are to be kept on disk."""
         directory = self.start.config.cache_targets
         if directory is None:
             return training, held_out
+        assert isinstance(training, Sequences)
         both = [replace(data, states=self._states(directory, data, progress)) for data in (training, held_out)]
         assert isinstance(self.module, ExitHeadModule)
         self.module.release_target()
@@ -108,14 +125,18 @@ class FrozenHead:
     def save(self, module: nn.Module, tokenizer: Any, output: Path, steps: int, options: dict[str, Any]) -> None:
         """Complete `output` to a checkpoint with the target's own files, then write the head. All ranks call this."""
         start = self.start
-        if start.accelerator.is_main_process:
+
+        def write() -> None:
+            if not start.accelerator.is_main_process:
+                return
             checkpoint.link_files(self.source, output)
             if fingerprint(output) != self.fingerprint:
                 raise UserError(f"the files of {self.source} changed while the head was trained", command="train anew")
             facts = HeadFacts(self.exit_layer, self.fingerprint, start.config.exit_loss, steps, options)
             head = start.accelerator.unwrap_model(module).head
             save_exit_head(output, head, facts, start.save_dtype)
-        start.accelerator.wait_for_everyone()
+
+        write_together(start.accelerator, write, output)
 
     def _states(self, directory: Path, data: Sequences, progress: Progress) -> torch.Tensor:
         assert isinstance(self.module, ExitHeadModule)

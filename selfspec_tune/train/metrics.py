@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_tune.files import atomic_writer
+from selfspec_tune.train.writing import cannot_write
 
 
 class Metrics:
@@ -37,10 +38,13 @@ class Metrics:
             handle.writelines(f"{line}\n" for line in kept)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record."""
+        """Append one record; a full disk is a UserError."""
         if self.enabled:
-            with self.path.open("a", encoding="utf-8") as handle:
-                handle.write(json.dumps(record) + "\n")
+            try:
+                with self.path.open("a", encoding="utf-8") as handle:
+                    handle.write(json.dumps(record) + "\n")
+            except OSError as error:
+                raise cannot_write(self.path, error) from error
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:

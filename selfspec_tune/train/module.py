@@ -6,7 +6,7 @@ One of them is what accelerate wraps, so everything that touches weights, evalua
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,28 +15,45 @@ from torch.utils.checkpoint import checkpoint
 
 from selfspec_tune.model.exit_head import ExitHead
 from selfspec_tune.model.families import describe
-from selfspec_tune.train.loss import agreement_counts, early_exit_loss
+from selfspec_tune.train.lora import adapted_layers, head_weight, without_adapters
+from selfspec_tune.train.loss import IGNORED, Kind, agreement_counts, early_exit_loss
+from selfspec_tune.train.schedule import exit_shares
 
 
 class EarlyExitModule(nn.Module):
     """A causal language model of a supported family, trained at its final layer and at early exits.
 
     Args:
-        model: a transformers causal language model.
-        exit_weight: share of the loss given to the exits.
-        exit_loss: kl or ce.
+        model: a transformers causal language model, with or without adapters.
+        exit_loss_weight: share of the loss given to the exits, where a step names no other.
+        exit_loss: kl, ce, tv or mixture.
+        exit_weights: how the exits divide their share, see `exit_shares`.
+        anchor_weight: share of the final layer's loss that is KL to the base's distribution.
+        base: the base, where it is a frozen copy (see `frozen_copy`); else it is the model without its adapters. It is
+            no part of the module: accelerate does not wrap it, states do not hold it, no optimizer sees it.
         gradient_checkpointing: recompute each layer in the backward pass.
     """
 
     def __init__(
-        self, model: Any, *, exit_weight: float = 0.5, exit_loss: str = "kl", gradient_checkpointing: bool = False
+        self,
+        model: Any,
+        *,
+        exit_loss_weight: float = 0.5,
+        exit_loss: Kind = "kl",
+        exit_weights: str = "uniform",
+        anchor_weight: float = 0.0,
+        base: Any = None,
+        gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        model.set_attn_implementation("sdpa")
+        self.outside = (base,)
+        for each in (model, base):
+            if each is not None:
+                each.set_attn_implementation("sdpa")
         self.model = model
         self.windows = describe(model.config).windows
-        self.exit_weight = exit_weight
-        self.exit_loss = exit_loss
+        self.exit_loss_weight, self.exit_weights = exit_loss_weight, exit_weights
+        self.exit_loss, self.anchor_weight = exit_loss, anchor_weight
         self.gradient_checkpointing = gradient_checkpointing
 
     def forward(
@@ -45,6 +62,10 @@ class EarlyExitModule(nn.Module):
         counted: torch.Tensor,
         exits: tuple[int, ...],
         dropped: frozenset[int] = frozenset(),
+        *,
+        mixture: Sequence[float] | None = None,
+        exit_share: float | None = None,
+        anchor: float | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Return the loss in training mode, counts in evaluation mode; see `loss.py` for both.
 
@@ -52,16 +73,33 @@ class EarlyExitModule(nn.Module):
             ids: [B, T] token ids.
             counted: [B, T] bool; False for a token that is read but not predicted, such as a prompt's.
             exits: ascending exit layers to train or measure.
-            dropped: layers that are not run.
+            dropped: layers that are not run. The base runs all of its own.
+            mixture: for the loss `mixture`, the weight of KL at each exit, see `mixture_weight`.
+            exit_share: share of the loss given to the exits at this step; `exit_loss_weight` if None.
+            anchor: share of the final layer's loss that is KL to the base; `anchor_weight` if None.
 
         Returns:
-            Training: (total, [1 + exits] losses). Evaluation: ([2 + exits] counts,).
+            Training: (total, losses, agreements), see `early_exit_loss`. Evaluation: ([2 + exits] counts,).
         """
-        hidden, targets = predictions(self.normed_hidden(ids, exits, dropped), ids, counted)
-        head = self.model.lm_head.weight
+        targets, head = predictions(ids, counted), head_weight(self.model)
+        anchor = self.anchor_weight if anchor is None else anchor
+        teacher, base_head = self._base_final(ids) if self.training and anchor else (None, None)
+        hidden = self.hidden_states(ids, exits, dropped)
         if not self.training:
-            return (agreement_counts(hidden, head, targets),)
-        return early_exit_loss(hidden, head, targets, exit_weight=self.exit_weight, kind=self.exit_loss)
+            return (agreement_counts(hidden, head, targets, norm=self.model.model.norm),)
+        share = self.exit_loss_weight if exit_share is None else exit_share
+        return early_exit_loss(
+            hidden,
+            head,
+            targets,
+            shares=exit_shares(exits, share, self.exit_weights),
+            kind=self.exit_loss,
+            mixture=mixture,
+            norm=self.model.model.norm,
+            teacher=teacher,
+            teacher_weight=base_head,
+            anchor=anchor,
+        )
 
     def normed_hidden(
         self, ids: torch.Tensor, exits: tuple[int, ...], dropped: frozenset[int] = frozenset()
@@ -70,14 +108,21 @@ class EarlyExitModule(nn.Module):
         return [self.model.model.norm(hidden) for hidden in self.hidden_states(ids, exits, dropped)]
 
     def hidden_states(
-        self, ids: torch.Tensor, exits: tuple[int, ...], dropped: frozenset[int] = frozenset()
+        self, ids: torch.Tensor, exits: tuple[int, ...], dropped: frozenset[int] = frozenset(), inner: Any = None
     ) -> list[torch.Tensor]:
         """Return 1 + exits hidden states [B, T, d] without the final norm: the final layer's, then one per exit.
 
         The hidden state at exit E is what layers 0..E-1 produced, dropped ones left out.
+
+        Args:
+            ids: [B, T].
+            exits: ascending exit layers.
+            dropped: layers that are not run.
+            inner: the layers' owner, if another than the model's. Without embeddings it reads the model's.
         """
-        inner = self.model.model
-        hidden = inner.embed_tokens(ids)
+        inner = inner or self.model.model
+        embed = inner.embed_tokens or self.model.model.embed_tokens
+        hidden = embed(ids).to(inner.norm.weight.dtype)
         arguments = layer_arguments(inner.rotary_emb, hidden, self.windows)
         taps = []
         for index, layer in enumerate(inner.layers):
@@ -87,8 +132,20 @@ class EarlyExitModule(nn.Module):
                 taps.append(hidden)
         return [hidden, *taps]
 
+    @torch.no_grad()
+    def _base_final(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the base's hidden states [B, T, d] after its final norm, and its head's weight [V, d].
+
+        They come first, so that none of the model's activations are held meanwhile.
+        """
+        base = self.outside[0] or self.model
+        head = base.lm_head or self.model.lm_head
+        with without_adapters(adapted_layers(self.model)):
+            (final,) = self.hidden_states(ids, (), inner=base.model)
+        return base.model.norm(final), head.weight
+
     def _run(self, layer: nn.Module, hidden: torch.Tensor, arguments: dict[str, Any]) -> Any:
-        if self.gradient_checkpointing and self.training:
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             return checkpoint(layer, hidden, use_reentrant=False, **arguments)
         return layer(hidden, **arguments)
 
@@ -102,11 +159,11 @@ class ExitHeadModule(nn.Module):
         target: the frozen model, on the device it will be used on.
         head: its head, trainable.
         states_dtype: what the target's hidden states are rounded to, so that decoding's dtype is what is trained on.
-        exit_loss: kl or ce.
+        exit_loss: kl, ce, tv or mixture.
     """
 
     def __init__(
-        self, target: EarlyExitModule, head: ExitHead, *, states_dtype: torch.dtype, exit_loss: str = "kl"
+        self, target: EarlyExitModule, head: ExitHead, *, states_dtype: torch.dtype, exit_loss: Kind = "kl"
     ) -> None:
         super().__init__()
         self.head = head
@@ -125,6 +182,9 @@ class ExitHeadModule(nn.Module):
         exits: tuple[int, ...],
         dropped: frozenset[int] = frozenset(),
         states: torch.Tensor | None = None,
+        *,
+        mixture: Sequence[float] | None = None,
+        exit_share: float | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Return the loss of the one exit in training mode, counts in evaluation mode; see `loss.py` for both.
 
@@ -134,9 +194,12 @@ class ExitHeadModule(nn.Module):
             exits: (E,).
             dropped: empty; the target is whole.
             states: [B, 2, T, d] of `target_states`, where they are known.
+            mixture: for the loss `mixture`, the weight of KL at the exit.
+            exit_share: not looked at: the target learns nothing, so the exit has all of the loss.
 
         Returns:
-            Training: (total, [2] losses: the target's cross entropy and the exit's). Evaluation: ([3] counts,).
+            Training: (total, [2] losses: the target's cross entropy and the exit's, [2] agreements). Evaluation: ([3]
+            counts,).
         """
         if exits != (self.head.exit_layer,) or dropped:
             raise ValueError(f"this head is for exit {self.head.exit_layer} and a target with all its layers")
@@ -145,10 +208,10 @@ class ExitHeadModule(nn.Module):
         final, early = known[:, 0].to(dtype), known[:, 1].to(dtype)
         _, rotary, weight = self.outside
         adapted = self.head.block(early, **layer_arguments(rotary, early, (self.window,))[self.window])
-        hidden, targets = predictions([final, self.head.norm(adapted)], ids, counted)
+        hidden, targets = [final, self.head.norm(adapted)], predictions(ids, counted)
         if not self.training:
             return (agreement_counts(hidden, weight, targets),)
-        return early_exit_loss(hidden, weight, targets, exit_weight=1.0, kind=self.exit_loss)
+        return early_exit_loss(hidden, weight, targets, shares=(0.0, 1.0), kind=self.exit_loss, mixture=mixture)
 
     @torch.no_grad()
     def target_states(self, ids: torch.Tensor) -> torch.Tensor:
@@ -165,12 +228,11 @@ class ExitHeadModule(nn.Module):
         self.outside = (None, *self.outside[1:])
 
 
-def predictions(
-    hidden: list[torch.Tensor], ids: torch.Tensor, counted: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pick the rows that predict a counted token: M tensors [B, T, d] → ([M, N, d], targets [N])."""
-    predicts = counted[:, 1:].to(torch.bool)
-    return torch.stack([each[:, :-1][predicts] for each in hidden]), ids[:, 1:][predicts]
+def predictions(ids: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Return [B, T], the token that each row predicts: the next one, or -100 where that is not counted."""
+    targets = torch.full_like(ids, IGNORED)
+    targets[:, :-1] = ids[:, 1:].masked_fill(~counted[:, 1:].to(torch.bool), IGNORED)
+    return targets
 
 
 def layer_arguments(

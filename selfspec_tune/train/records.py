@@ -1,21 +1,23 @@
-"""Reading training records: .txt, .jsonl and hub data sets become `Record`s. Knows nothing of tokens and sequences."""
+"""Rows of any source become `Record`s, and bad ones are named. Knows nothing of tokens and sequences."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from selfspec_tune.errors import UserError
-from selfspec_tune.files import read_text
+from selfspec_tune.train.chat import Span, assistant_spans, render
+from selfspec_tune.train.sources import Row, open_source
 from selfspec_tune.trained_on import contents
 
-# NAME, NAME:SPLIT or NAME:CONFIG:SPLIT; a split may be a slice such as train[:5000].
-_HUB_NAME = re.compile(r"(?P<name>[^:]+)(:(?P<config>[^:\[]+)(?=:))?(:(?P<split>[^:\[]+(\[[^\]]*\])?))?")
+SHOWN = 5
+"""Skipped records that are named; the others are counted."""
+
+
+class BadRecord(UserError):
+    """A record that cannot be used, named by file and line (of a table: by row). Others of its source may be good."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,16 @@ class Record:
 
     Attributes:
         contents: what the messages of a templated text say, the system's left out.
+        spans: the only characters of `text` that are predicted; None for all of them.
+        where: file and line.
     """
 
     text: str
     prompt: str = ""
     templated: bool = False
     contents: tuple[str, ...] = field(default=(), compare=False)
+    spans: tuple[Span, ...] | None = field(default=None, compare=False)
+    where: str = field(default="", compare=False)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -41,88 +47,172 @@ class Record:
         return int.from_bytes(hashlib.sha256(f"{self.prompt}\0{self.text}".encode()).digest()[:8], "big")
 
 
-def read_records(source: str, tokenizer: Any, *, text_field: str, messages_field: str) -> list[Record]:
-    """Read every record of one source, empty ones left out.
+class Skipped:
+    """Bad records that were left out: the first ones by name, the others by number."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.named: list[str] = []
+
+    def add(self, error: BadRecord) -> None:
+        """Add one."""
+        self.total += 1
+        if len(self.named) < SHOWN:
+            self.named.append(error.what if error.got is None else f"{error.what} (got: {error.got})")
+
+    def lines(self) -> tuple[str, ...]:
+        """Return what to print; nothing where nothing was skipped."""
+        if not self.total:
+            return ()
+        rest = self.total - len(self.named)
+        first = "1 bad record was skipped:" if self.total == 1 else f"{self.total} bad records were skipped:"
+        return (first, *(f"  {name}" for name in self.named), *([f"  and {rest} more"] if rest else []))
+
+
+@dataclass(frozen=True)
+class Parser:
+    """Makes records of rows.
 
     Args:
-        source: a .txt file (one document), a .jsonl file, or a hub data set as NAME, NAME:SPLIT or NAME:CONFIG:SPLIT
-            (split train by default; slices such as train[:5000] work).
         tokenizer: renders chat messages through its template.
-        text_field: field of the text; a record may have `prompt` and `completion` instead.
-        messages_field: field of chat messages; wins where a record has it.
+        text_field: field of the text; a row may have `prompt` and `completion` instead.
+        messages_field: field of chat messages; wins where a row has it.
+        assistant_only: of chat messages, predict what the assistant says only.
+        skipped: where bad records go; None if they are errors.
+        way_out: what the error of a bad record tells to type, if nothing better is known.
+    """
+
+    tokenizer: Any
+    text_field: str = "text"
+    messages_field: str = "messages"
+    assistant_only: bool = False
+    skipped: Skipped | None = None
+    way_out: str | None = None
+
+    def parse(self, where: str, row: Row) -> Record | None:
+        """Return the record of a row; None if it is bad, and bad ones are skipped.
+
+        Args:
+            where: its place, such as file and line.
+            row: the bytes of a JSON line, the fields of a row, or a text.
+
+        Raises:
+            BadRecord: it is not JSON, has no text, an empty one or one of another type, or the template refuses it.
+            UserError: there are chat messages, but no chat template.
+        """
+        try:
+            fields = _fields(row, where)
+            if isinstance(fields, str):
+                return Record(_text(fields, "the text", where), where=where)
+            return replace(self._record(fields, where), where=where)
+        except BadRecord as error:
+            self.refuse(error)
+            return None
+
+    def refuse(self, error: BadRecord) -> None:
+        """Skip a bad record, or raise the error."""
+        if self.skipped is None:
+            error.command = error.command or self.way_out
+            raise error
+        self.skipped.add(error)
+
+    def said(self) -> tuple[str, ...]:
+        """Return what to print of the bad records skipped so far."""
+        return () if self.skipped is None else self.skipped.lines()
+
+    def _record(self, row: dict[str, Any], where: str) -> Record:
+        if row.get(self.messages_field) is not None:
+            return self._chat(row[self.messages_field], where)
+        if row.get("prompt") is not None and row.get("completion") is not None:
+            prompt = _string(row["prompt"], "prompt", where)
+            return Record(_text(row["completion"], "completion", where), prompt=prompt)
+        if row.get(self.text_field) is not None:
+            return Record(_text(row[self.text_field], self.text_field, where))
+        raise BadRecord(
+            f"{where} has no text",
+            got=f"fields {', '.join(row) or '(none)'}",
+            allowed=f"{self.text_field}, {self.messages_field}, or prompt and completion",
+            command="--text-field FIELD",
+        )
+
+    def _chat(self, messages: Any, where: str) -> Record:
+        if self.tokenizer.chat_template is None:
+            raise UserError(
+                f"{where} holds chat messages, but the tokenizer has no chat template", allowed="text records"
+            )
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            raise BadRecord(
+                f"{where}: {self.messages_field} is not a list of messages",
+                allowed='[{"role": "user", "content": "..."}]',
+            )
+        _text("".join(message["content"] for message in messages), self.messages_field, where)
+        try:
+            text = render(messages, self.tokenizer)
+            spans = assistant_spans(messages, text, self.tokenizer) if self.assistant_only else None
+        except ValueError as error:
+            raise BadRecord(f"{where}: {error}") from None
+        return Record(text, templated=True, contents=tuple(contents(messages)), spans=spans)
+
+
+def make_parser(
+    tokenizer: Any,
+    *,
+    text_field: str = "text",
+    messages_field: str = "messages",
+    assistant_only: bool = False,
+    skip_bad: bool = False,
+) -> Parser:
+    """Return a parser for training data; see `Parser`.
 
     Raises:
-        UserError: a missing source, or a bad record, named by file and line (hub: by row).
+        UserError: parts of records are to be predicted, and the tokenizer cannot say where its tokens are.
     """
-    if source.endswith(".txt"):
-        return [record for record in [Record(read_text(Path(source)))] if record.text.strip()]
-    numbered = _jsonl_rows(Path(source)) if source.endswith(".jsonl") else _hub_rows(source)
-    records = (_record(row, where, tokenizer, text_field, messages_field) for where, row in numbered)
-    return [record for record in records if record.text.strip()]
+    if assistant_only and not tokenizer.is_fast:
+        raise UserError("--assistant-only needs a fast tokenizer", got=type(tokenizer).__name__)
+    skipped = Skipped() if skip_bad else None
+    return Parser(tokenizer, text_field, messages_field, assistant_only, skipped, way_out="--skip-bad-records")
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    # Not through `datasets`: its JSON reader cannot say which line is broken.
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number} is not valid JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{path}:{number} is not a JSON object", got=type(row).__name__, allowed='{"text": "..."}')
-        yield f"{path}:{number}", row
+def read_records(source: str, parser: Parser) -> list[Record]:
+    """Read every record of one source, see `sources.open_source`.
+
+    Raises:
+        UserError: a missing source, or a bad record that is not skipped.
+    """
+    records = (parser.parse(where, row) for where, row in open_source(source).rows())
+    return [record for record in records if record is not None]
 
 
-def _hub_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    from datasets import load_dataset
-
-    match = _HUB_NAME.fullmatch(source)
-    kinds = ".txt, .jsonl, or a hub name as NAME, NAME:SPLIT or NAME:CONFIG:SPLIT"
-    if match is None or Path(source).is_file():
-        raise UserError("this training data cannot be read", got=source, allowed=kinds)
-    split = match["split"] or "train"
+def _fields(row: Row, where: str) -> dict[str, Any] | str:
+    if not isinstance(row, bytes):
+        return row
     try:
-        rows = load_dataset(match["name"], match["config"], split=split)
-    except Exception as error:  # datasets raises a different class for every way in which a name can be wrong
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"the data set {source!r} cannot be loaded: {reason}", allowed=kinds) from None
-    for number, row in enumerate(rows, start=1):
-        yield f"{source} row {number}", dict(row)
+        fields = json.loads(row.decode("utf-8"))
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise BadRecord(f"{where} is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise BadRecord(f"{where} is not a JSON object", got=type(fields).__name__, allowed='{"text": "..."}')
+    return fields
 
 
-def _record(row: dict[str, Any], where: str, tokenizer: Any, text_field: str, messages_field: str) -> Record:
-    if row.get(messages_field) is not None:
-        text = _render(row[messages_field], where, messages_field, tokenizer)
-        return Record(text, templated=True, contents=tuple(contents(row[messages_field])))
-    if row.get("prompt") is not None and row.get("completion") is not None:
-        return Record(_text(row, "completion", where), prompt=_text(row, "prompt", where))
-    if row.get(text_field) is not None:
-        return Record(_text(row, text_field, where))
-    raise UserError(
-        f"{where} has no text",
-        got=f"fields {', '.join(row) or '(none)'}",
-        allowed=f"{text_field}, {messages_field}, or prompt and completion",
-        command="--text-field FIELD",
-    )
+def _text(value: Any, name: str, where: str) -> str:
+    text = _string(value, name, where)
+    if not text.strip():
+        raise BadRecord(f"{where}: {name} is empty")
+    return text
 
 
-def _text(row: dict[str, Any], field: str, where: str) -> str:
-    if not isinstance(row[field], str):
-        raise UserError(f"{where}: {field} is not text", got=type(row[field]).__name__)
-    return str(row[field])
-
-
-def _render(messages: Any, where: str, field: str, tokenizer: Any) -> str:
-    if tokenizer.chat_template is None:
-        raise UserError(f"{where} holds chat messages, but the tokenizer has no chat template", allowed="text records")
-    well_formed = isinstance(messages, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
-    )
-    if not well_formed:
-        raise UserError(f"{where}: {field} is not a list of messages", allowed='[{"role": "user", "content": "..."}]')
+def _string(value: Any, name: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise BadRecord(f"{where}: {name} is not text", got=type(value).__name__)
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception as error:  # a template may refuse an order of roles with an exception of its own
-        raise UserError(f"{where}: the chat template refuses these messages: {error}") from None
+        value.encode("utf-8")
+    except UnicodeEncodeError:  # JSON can say \ud800
+        raise BadRecord(f"{where}: {name} holds half a character", allowed="text that UTF-8 can write") from None
+    return value
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+    )

@@ -20,19 +20,6 @@ from selfspec_tune.regress import quality
 from selfspec_tune.regress.score import Scores
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("2%", 0.02), ("0.02", 0.02), (" 0.5 % ", 0.005), ("0", 0.0), ("150%", 1.5)]
-)
-def test_an_increase_is_read(text: str, value: float) -> None:
-    assert quality.parse_share("max_perplexity_increase", text) == pytest.approx(value)
-
-
-@pytest.mark.parametrize("text", ["", "%", "two", "-1%", "-0.01", "nan", "nan%", "inf", "inf%", "2", "2%%", "0,02"])
-def test_a_bad_increase_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="max_perplexity_increase"):
-        quality.parse_share("max_perplexity_increase", text)
-
-
 def compare(trained: Tensor, base: Tensor, counts: Tensor, limit: float, **options: Any) -> quality.Quality:
     scores = Scores(trained, base, (trained - base).abs(), counts.double() / 2, counts.double())
     return quality.compare("x", scores, max_increase=limit, **{"available": 100, **options})

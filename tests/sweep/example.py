@@ -5,7 +5,8 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import Any
 
-from selfspec_tune.sweep.objective import alpha_needed, expected_tokens, speedup_model, speedup_predicted
+from selfspec_tune.speedup import expected_tokens, speedup_model
+from selfspec_tune.sweep.objective import alpha_needed, speedup_predicted
 
 NUM_LAYERS, MAX_DRAFT_TOKENS, OVERHEAD = 30, 8, 0.03
 CONTEXTS, BATCHES = (128, 512, 2048), (1, 4)

@@ -13,9 +13,10 @@ from selfspec_tune.decode.drafters.make import DraftSettings
 from selfspec_tune.decode.policy import DraftCosts
 from selfspec_tune.decode.price import KnownCosts
 from selfspec_tune.decode.stats import Stats
+from selfspec_tune.speedup import expected_tokens
 from selfspec_tune.sweep import breakdown
 from selfspec_tune.sweep.candidates import Candidate, Trials, layer_skip_costs, of_cell, of_rounds
-from selfspec_tune.sweep.objective import Cell, Costs, expected_tokens
+from selfspec_tune.sweep.objective import Cell, Costs
 from selfspec_tune.sweep.tally import Profile, PromptTally
 
 K_MAX, EXITS = 4, (1, 2, 3, 4)

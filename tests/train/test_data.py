@@ -8,88 +8,15 @@ import pytest
 import torch
 
 from selfspec_tune.errors import UserError
-from selfspec_tune.train.data import Sequences, load_sequences
-from selfspec_tune.train.records import Record, read_records
+from selfspec_tune.train.data import Sequences, load_general, load_sequences
+from selfspec_tune.trained_on import TrainedOn
 
 EOS = 0
-
-
-def read(source: Path | str, tokenizer: Any) -> list[Record]:
-    return read_records(str(source), tokenizer, text_field="text", messages_field="messages")
 
 
 def load(train: list[Path], held_out: list[Path], tokenizer: Any, **options: Any) -> tuple[Sequences, Sequences]:
     defaults: dict[str, Any] = {"length": 8, "num_train": 1000, "num_eval": 1000}
     return load_sequences(list(map(str, train)), list(map(str, held_out)), tokenizer, **{**defaults, **options})
-
-
-def test_every_kind_of_record(tmp_path: Path, tokenizer: Any, jsonl: Callable[..., Path]) -> None:
-    file = jsonl(
-        tmp_path / "a.jsonl",
-        [
-            {"text": "plain"},
-            {"prompt": "ask", "completion": "answer"},
-            {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
-            {"text": "  "},
-        ],
-    )
-    assert read(file, tokenizer) == [
-        Record("plain"),
-        Record("answer", prompt="ask"),
-        Record("<user> hi <eos>\n<assistant> ho <eos>\n", templated=True),
-    ]
-
-
-def test_a_txt_file_is_one_document(tmp_path: Path, tokenizer: Any) -> None:
-    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
-    assert read(tmp_path / "a.txt", tokenizer) == [Record("one\n\ntwo\n")]
-
-
-def test_hub_names_go_through_datasets_with_splits_and_slices(
-    tmp_path: Path, tokenizer: Any, jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    data = tmp_path / "set"
-    data.mkdir()
-    jsonl(data / "train.jsonl", [{"text": f"document {n}"} for n in range(5)])
-    jsonl(data / "test.jsonl", [{"text": "held out"}])
-    assert read(data, tokenizer) == [Record(f"document {n}") for n in range(5)]
-    assert read(f"{data}:test", tokenizer) == [Record("held out")]
-    assert read(f"{data}:train[:2]", tokenizer) == [Record("document 0"), Record("document 1")]
-    assert read(f"{data}:default:test", tokenizer) == [Record("held out")]
-    with pytest.raises(UserError, match="cannot be loaded"):
-        read(f"{data}:nosuchsplit", tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("{broken", "not valid JSON"),
-        ("[1]", "not a JSON object"),
-        ('{"body": "x"}', "has no text"),
-        ('{"text": 7}', "text is not text"),
-        ('{"messages": "hello"}', "not a list of messages"),
-        ('{"messages": [{"role": "user"}]}', "not a list of messages"),
-        ('{"messages": [{"role": "bad", "content": "x"}]}', "no such role"),
-        ('{"prompt": "x", "completion": 1}', "completion is not text"),
-    ],
-)
-def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, tokenizer: Any, line: str, complaint: str) -> None:
-    file = tmp_path / "bad.jsonl"
-    file.write_text('{"text": "fine"}\n\n' + line + "\n")
-    with pytest.raises(UserError) as caught:
-        read(file, tokenizer)
-    assert f"{file}:3" in str(caught.value) and complaint in str(caught.value)
-
-
-def test_messages_without_a_template_are_refused(
-    tmp_path: Path, tokenizer_maker: Callable[..., Any], jsonl: Callable[..., Path]
-) -> None:
-    bare = tokenizer_maker(tmp_path / "bare", chat_template=None)
-    file = jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}])
-    with pytest.raises(UserError, match="no chat template"):
-        read(file, bare)
 
 
 def test_documents_are_packed_with_an_end_token_between(
@@ -153,12 +80,6 @@ def test_a_record_given_as_held_out_is_not_trained_on(
         load([held_out], [held_out], tokenizer, length=4)
 
 
-@pytest.mark.parametrize("name", ["missing.txt", "missing.jsonl"])
-def test_a_missing_file_is_named(tmp_path: Path, tokenizer: Any, name: str) -> None:
-    with pytest.raises(UserError, match=name):
-        read(tmp_path / name, tokenizer)
-
-
 def test_empty_and_too_short_data_are_refused(tmp_path: Path, tokenizer: Any, jsonl: Callable[..., Path]) -> None:
     good = jsonl(tmp_path / "good.jsonl", [{"text": "a longer text than eight tokens"}])
     empty, short = jsonl(tmp_path / "e.jsonl", []), jsonl(tmp_path / "s.jsonl", [{"text": "abc"}])
@@ -181,6 +102,86 @@ def test_a_long_record_does_not_fill_all_sequences(tmp_path: Path, tokenizer: An
         assert len(part) == 5
         letters = set(tokenizer.decode(part.ids.flatten().tolist()).replace("<eos>", ""))
         assert len(letters) > 2  # one record alone has five sequences
+
+
+def test_one_record_per_sequence_without_packing(tmp_path: Path, tokenizer: Any, jsonl: Callable[..., Path]) -> None:
+    rows = [{"text": "abc"}, {"text": "defghijklmnop"}, {"prompt": "qr", "completion": "st"}]
+    train, held_out = jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "b.jsonl", [{"text": "held"}])
+    training, evaluation = load([train], [held_out], tokenizer, packing=False)
+    shown = {
+        tokenizer.decode(ids): said
+        for ids, said in zip(*map(torch.Tensor.tolist, (training.ids, training.counted)), strict=True)
+    }
+    assert shown == {
+        "abc" + 5 * "<eos>": [True] * 4 + [False] * 4,
+        "defghijk": [True] * 8,
+        "qrst" + 4 * "<eos>": [False] * 2 + [True] * 3 + [False] * 3,
+    }
+    assert tokenizer.decode(evaluation.ids[0]) == "held" + 4 * "<eos>" and evaluation.counted.sum() == 5
+    assert {record.text for record in training.records} == {"abc", "defghijklmnop", "st"}
+    assert len(load([train], [held_out], tokenizer, packing=False, num_train=2)[0]) == 2
+
+
+def test_a_prompt_that_fills_its_sequence_is_a_bad_record_without_packing(
+    tmp_path: Path, tokenizer: Any, jsonl: Callable[..., Path]
+) -> None:
+    rows = [{"prompt": "12345678", "completion": "x"}, {"prompt": "1234567", "completion": "x"}]
+    train, held_out = jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "b.jsonl", [{"text": "held"}])
+    with pytest.raises(UserError, match=r"a\.jsonl:1: nothing is to be predicted in its first 8 tokens"):
+        load([train], [held_out], tokenizer, packing=False)
+    training, _ = load([train], [held_out], tokenizer, packing=False, skip_bad=True)
+    assert len(training) == len(training.records) == 1 and "a.jsonl:1" in training.skipped[1]
+    with pytest.raises(UserError, match="no record that can be used"):
+        load([jsonl(tmp_path / "c.jsonl", rows[:1])], [held_out], tokenizer, packing=False, skip_bad=True)
+
+
+def test_of_a_chat_only_the_assistants_tokens_are_counted(
+    tmp_path: Path, tokenizer: Any, jsonl: Callable[..., Path]
+) -> None:
+    chat = [("user", "Grüße"), ("assistant", "früh 日"), ("user", "so"), ("assistant", "ja")]
+    rows = [{"messages": [{"role": role, "content": content} for role, content in chat]}]
+    train, held_out = jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "b.jsonl", [{"text": "held out"}])
+    training, _ = load([train], [held_out], tokenizer, assistant_only=True, packing=False, length=90)
+    said = training.ids[0][training.counted[0]].tolist()
+    assert tokenizer.decode(said) == "<assistant> früh 日 <eos><assistant> ja <eos>"
+    everything, _ = load([train], [held_out], tokenizer, packing=False, length=90)
+    assert everything.ids.equal(training.ids) and everything.counted.sum() > len(said)
+
+
+def test_bad_records_are_skipped_in_all_data_and_said_once(tmp_path: Path, tokenizer: Any) -> None:
+    train, held_out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    train.write_text('{"text": "abcdefghijk"}\n{\n')
+    held_out.write_text('{"text": "0123456789"}\n{"text": ""}\n')
+    training, evaluation = load([train], [held_out], tokenizer, skip_bad=True)
+    assert training.skipped[0] == "2 bad records were skipped:" and evaluation.skipped == ()
+    assert "a.jsonl:2" in training.skipped[1] and "b.jsonl:2" in training.skipped[2]
+    general = load_general([str(held_out)], tokenizer, length=8, num=4, skip_bad=True)
+    assert general.ids.tolist() == evaluation.ids.tolist() and len(general.skipped) == 2
+    with pytest.raises(UserError, match=r"b\.jsonl:2: text is empty"):
+        load_general([str(held_out)], tokenizer, length=8, num=4)
+    held_out.write_text("{\n")
+    with pytest.raises(UserError, match="hold no text") as caught:
+        load_general([str(held_out)], tokenizer, length=8, num=4, skip_bad=True)
+    assert "b.jsonl:1 is not valid JSON" in str(caught.value)
+
+
+def test_a_token_that_the_model_does_not_know_is_refused(
+    tmp_path: Path, tokenizer: Any, jsonl: Callable[..., Path]
+) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"text": "0123456789"}])
+    general = load_general([str(file)], tokenizer, length=8, num=4)
+    largest = int(general.ids.max())
+    general.check_vocabulary(largest + 1)
+    with pytest.raises(UserError, match="tokens that the model does not know"):
+        general.check_vocabulary(largest)
+
+
+def test_what_was_read_is_hashed(tmp_path: Path, tokenizer: Any, jsonl: Callable[..., Path]) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"text": "0123456789"}])
+    seen, expected = TrainedOn(), TrainedOn()
+    load_general([str(file)], tokenizer, length=8, num=4).hash_into(seen)
+    expected.add(["0123456789"])
+    assert seen.hashes().tolist() == expected.hashes().tolist() and len(seen.hashes()) == 2
 
 
 def test_not_all_of_a_large_corpus_is_tokenized(tmp_path: Path, tokenizer: Any, jsonl: Callable[..., Path]) -> None:
@@ -207,3 +208,15 @@ def test_the_stream_visits_every_sequence_once_per_epoch_in_a_new_order() -> Non
     assert len({tuple(epoch) for epoch in epochs}) == 4
     assert sequences.batch(8, 4, seed=1)[0][:, 0].tolist() == order[8:12]
     assert torch.cat([sequences.batch(0, 10, seed=2)[0][:, 0]]).tolist() != epochs[0]
+
+
+def test_general_text_is_taken_from_every_source_alike(
+    tokenizer: Any, tmp_path: Path, jsonl: Callable[..., Path]
+) -> None:
+    """A long file read first would fill the pool that sequences are drawn from."""
+    long, short = tmp_path / "long.txt", jsonl(tmp_path / "short.jsonl", [{"text": "b" * 20}] * 8)
+    long.write_text("a" * 20_000)
+    found = load_general([str(long), str(short)], tokenizer, length=8, num=9)
+    letters = [{tokenizer.decode([token]) for token in row} & {"a", "b"} for row in found.ids.tolist()]
+    assert letters.count({"a"}) == 4 and letters.count({"b"}) == 5
+    assert {record.text[0] for record in found.records} == {"a", "b"}

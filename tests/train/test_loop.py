@@ -91,6 +91,49 @@ def test_embeddings_stay_as_they_are_only_if_frozen(make_config: Make, tiny: Pat
     assert not torch.equal(before["model.layers.0.mlp.up_proj.weight"], after["model.layers.0.mlp.up_proj.weight"])
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"no_packing": True, "assistant_only": True}, {"eval_data": ()}], ids=["packed", "padded", "split"]
+)
+def test_a_resumed_stream_ends_in_the_same_bits(
+    make_config: Make, tmp_path: Path, corpus: Path, options: dict[str, Any]
+) -> None:
+    # 20 steps read the 120 records more than once; the file is read in blocks of its 120 rows.
+    config = {"streaming": True, "max_steps": 20, "batch_size": 16, "save_every": 10, "eval_every": 100, **options}
+    straight = train(make_config(output=tmp_path / "straight", **config))
+    with pytest.raises(Killed):
+        train(make_config(**config), at_step(13, kill))
+    resumed = train(make_config(**config))
+    assert resumed["perplexity_after"] == straight["perplexity_after"]
+    for name in ("model.safetensors", "trained_on.npy"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+    from selfspec_tune.trained_on import Overlap, overlap
+
+    texts = [json.loads(line)["text"] for line in (corpus / "train.jsonl").read_text().splitlines()]
+    seen = overlap(tmp_path / "out", texts)
+    assert seen is not None and seen.total == 120
+    assert seen == Overlap(120, 120) if options.get("eval_data") is None else seen.found < 120
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bad_records_are_reported(make_config: Make, tmp_path: Path, corpus: Path, streaming: bool) -> None:
+    file = tmp_path / "some.jsonl"
+    file.write_text("{\n" + (corpus / "train.jsonl").read_text())
+    said: list[Any] = []
+    with pytest.raises(UserError, match=r"some\.jsonl:1 is not valid JSON"):
+        train(make_config(train_data=(str(file),), streaming=streaming, batch_size=40, max_steps=8))
+    config = make_config(
+        train_data=(str(file),),
+        streaming=streaming,
+        batch_size=40,
+        max_steps=8,
+        skip_bad_records=True,
+        output=tmp_path / "other",
+    )
+    train(config, report=said.append)
+    notices = [record["notice"] for record in said if "notice" in record]
+    assert "1 bad record was skipped:" in notices and any("some.jsonl:1" in line for line in notices)
+
+
 @pytest.mark.parametrize("gradient_accumulation", [1, 2])
 def test_a_resumed_run_ends_in_the_same_bits(make_config: Make, tmp_path: Path, gradient_accumulation: int) -> None:
     options = {"gradient_accumulation": gradient_accumulation}
@@ -98,7 +141,7 @@ def test_a_resumed_run_ends_in_the_same_bits(make_config: Make, tmp_path: Path, 
     config = make_config(output=tmp_path / "resumed", save_every=3, **options)
     with pytest.raises(Killed):
         train(config, at_step(5, kill))
-    assert [p.name for p in (tmp_path / "resumed" / "state").iterdir()] == ["step-00000003"]
+    assert [p.name for p in (tmp_path / "resumed" / "state").glob("step-*")] == ["step-00000003"]
     facts = train(config)
     assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
     records = metrics(tmp_path / "resumed")
@@ -111,13 +154,60 @@ def test_a_resumed_run_ends_in_the_same_bits(make_config: Make, tmp_path: Path, 
     assert not (tmp_path / "resumed" / "state").exists()
 
 
+TIMINGS = ("seconds", "tokens_per_second")
+
+
+def untimed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in record.items() if name not in TIMINGS} for record in records]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exit_loss": "mixture", "exit_curriculum": "gradual", "exits_per_step": 1, "dropout_schedule": "uniform"},
+        {"lora_rank": 2, "lora_alpha": 4.0, "anchor_weight": 0.5, "exit_weights": "quadratic"},
+    ],
+    ids=["mixture", "lora"],
+)
+@pytest.mark.parametrize("at", [4, 5], ids=["at an evaluation", "between two"])
+def test_schedules_running_alpha_and_best_weights_survive_ctrl_c(
+    make_config: Make, tmp_path: Path, options: dict[str, Any], at: int
+) -> None:
+    facts = train(make_config(output=tmp_path / "straight", eval_every=2, **options))
+    config = make_config(output=tmp_path / "resumed", eval_every=2, **options)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, at_step(at, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    again = train(config)
+    assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
+    assert untimed([again]) == untimed([facts])
+    assert untimed(metrics(tmp_path / "resumed")) == untimed(metrics(tmp_path / "straight"))
+    assert {len(record["running_alpha"]) for record in metrics(tmp_path / "resumed")[-4:] if "loss" in record} == {3}
+
+
+def test_the_best_weights_that_a_state_names_stay_until_a_later_state(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The run gets worse at its end, so that what is saved are weights of an earlier step than the state's.
+    monkeypatch.setattr("selfspec_tune.train.loop.learning_rate", lambda step, **_: 3e-3 if step < 5 else 10.0)
+    options = {"eval_every": 1}
+    facts = train(make_config(output=tmp_path / "straight", **options))
+    config = make_config(output=tmp_path / "resumed", save_every=4, **options)
+    with pytest.raises(Killed):
+        train(config, at_step(6, kill))
+    kept = sorted(path.name for path in (tmp_path / "resumed" / "state").glob("best-*"))
+    again = train(config)
+    assert facts["best_step"] < 6 and untimed([again]) == untimed([facts])
+    assert kept and len(kept) <= 2
+    assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
+
+
 def test_ctrl_c_finishes_the_step_saves_a_state_and_resumes(make_config: Make, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     config = make_config(output=tmp_path / "stopped")
     with pytest.raises(KeyboardInterrupt):
         train(config, at_step(4, lambda: os.kill(os.getpid(), signal.SIGINT)))
     assert signal.getsignal(signal.SIGINT) is before
-    assert [p.name for p in (tmp_path / "stopped" / "state").iterdir()] == ["step-00000004"]
+    assert [p.name for p in (tmp_path / "stopped" / "state").glob("step-*")] == ["step-00000004"]
     assert not (tmp_path / "stopped" / "training.json").exists()
     train(config)
     train(make_config(output=tmp_path / "straight"))
@@ -157,6 +247,17 @@ def test_another_run_in_the_same_output_is_refused_by_name(make_config: Make, fi
     text = str(caught.value)
     assert "learning_rate, seed" in text and "0.005" in text and "--output" in text
     train(replace(config, save_every=1, eval_every=1, json=True, max_minutes=60.0))
+
+
+def test_a_run_recorded_before_an_option_was_known_is_the_same_run(make_config: Make, tmp_path: Path) -> None:
+    config = make_config(max_steps=1)
+    facts = train(config)
+    for name in ("method", "lora_rank", "lora_targets", "over_budget", "general_data"):
+        del facts["config"][name]
+    (tmp_path / "out" / "training.json").write_text(json.dumps(facts))
+    assert train(config, at_step(1, kill)) == facts
+    with pytest.raises(UserError, match="other options: over_budget"):
+        train(replace(config, over_budget="lower"))
 
 
 def test_changed_data_are_refused_on_resume(make_config: Make, tmp_path: Path, jsonl: Callable[..., Path]) -> None:
@@ -203,7 +304,7 @@ def test_max_minutes_counts_the_time_before_a_resume(make_config: Make, monkeypa
 
 
 def test_a_diverging_run_stops(make_config: Make) -> None:
-    with pytest.raises(UserError, match="the loss is"):
+    with pytest.raises(UserError, match="at step"):
         train(make_config(learning_rate=1e30, warmup_steps=0, max_grad_norm=1e30, max_steps=20))
 
 
@@ -233,7 +334,7 @@ def test_options_that_cannot_work_are_user_errors(make_config: Make, options: di
 def test_wandb_without_the_package_is_a_user_error(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfspec_tune.train.options.importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="wandb"):
-        train(make_config(wandb=True))
+        train(make_config(tracker="wandb"))
 
 
 def test_mixed_precision_auto_is_bf16_only_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from transformers import LlamaConfig
 
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.exit_head import ExitHead
-from selfspec_tune.train.memory import head_memory
+from selfspec_tune.train.anchor import frozen_copy
+from selfspec_tune.train.memory import anchor_memory, head_memory
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}])
@@ -47,3 +48,19 @@ def test_another_architecture_is_a_user_error():
     config.model_type = "mamba"
     with pytest.raises(UserError, match="not supported"):
         head_memory(config, tokens=64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_anchor_takes_what_its_copy_does(tied, shared, compute):
+    model = tiny_model(tie_word_embeddings=tied).bfloat16()
+    model.config.dtype = torch.bfloat16
+    base = frozen_copy(model, share_embeddings=shared, compute=compute)
+    found = anchor_memory(model.config, share_embeddings=shared, compute=compute)
+    assert found == sum(weight.untyped_storage().nbytes() for weight in base.parameters())
+    embeddings = (1 if tied else 2) * model.lm_head.weight.numel()
+    layers = sum(weight.numel() for weight in model.parameters()) - embeddings
+    counted = layers + (0 if shared else embeddings)
+    # Norms are in fp32 always; they are the little that is left over.
+    assert 0 <= found - counted * compute.itemsize < 0.02 * found

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from selfspec_tune.errors import UserError
-from selfspec_tune.train.schedule import active_exits, draw_dropped, drop_probabilities, learning_rate, resolve_exits
+from selfspec_tune.train.schedule import (
+    active_exits,
+    draw_dropped,
+    drop_probabilities,
+    exit_shares,
+    learning_rate,
+    mixture_weight,
+    resolve_exits,
+)
 
 
 def test_exits_may_be_numbers_or_fractions_of_depth() -> None:
@@ -23,6 +31,48 @@ def test_every_exit_gets_its_turn() -> None:
     assert [active_exits((3, 6, 9), 1, step) for step in range(4)] == [(3,), (6,), (9,), (3,)]
     assert [active_exits((3, 6, 9), 2, step) for step in range(3)] == [(3, 6), (3, 9), (6, 9)]
     assert active_exits((3, 6), 5, 7) == (3, 6)
+
+
+def test_the_gradual_curriculum_starts_at_the_last_exit_and_has_all_by_half_of_the_run() -> None:
+    def at(step: int, count: int) -> tuple[int, ...]:
+        return active_exits((3, 6, 9, 12), count, step, curriculum="gradual", max_steps=80)
+
+    # 4 exits: one more every 80 / 8 = 10 steps.
+    assert [at(step, 4) for step in (0, 9)] == [(12,), (12,)]
+    assert [at(step, 4) for step in (10, 19)] == [(9, 12), (9, 12)]
+    assert [at(step, 4) for step in (20, 30, 40, 79)] == [(6, 9, 12), *[(3, 6, 9, 12)] * 3]
+    # At fewer a step the enabled ones take turns.
+    assert {at(step, 1) for step in range(10)} == {(12,)}
+    assert {at(step, 1) for step in range(10, 20)} == {(9,), (12,)}
+    assert {at(step, 2) for step in range(30, 34)} == {(3, 6), (9, 12)}
+
+
+@pytest.mark.parametrize("max_steps", [1, 3, 7])
+def test_a_gradual_run_of_few_steps_never_lacks_an_exit(max_steps: int) -> None:
+    for step in range(max_steps):
+        assert active_exits((3, 6, 9, 12), 2, step, curriculum="gradual", max_steps=max_steps)
+
+
+def test_exits_share_their_part_of_the_loss_evenly_or_by_depth() -> None:
+    assert exit_shares((2, 4), 0.5) == pytest.approx((0.5, 0.25, 0.25))
+    assert exit_shares((2, 4), 0.6, "linear") == pytest.approx((0.4, 0.2, 0.4))
+    assert exit_shares((2, 4), 0.5, "quadratic") == pytest.approx((0.5, 0.1, 0.4))
+    assert exit_shares((), 0.5) == (1.0,)
+    for weights in ("uniform", "linear", "quadratic"):
+        assert sum(exit_shares((1, 5, 7), 0.3, weights)) == pytest.approx(1)
+
+
+def test_the_mixture_turns_from_kl_to_total_variation_as_acceptance_rises() -> None:
+    weights = [mixture_weight(alpha / 10) for alpha in range(11)]
+    assert weights[0] == 1 and weights == sorted(weights, reverse=True)
+    assert weights[-1] == pytest.approx(0.0498, abs=1e-4)
+
+
+def test_uniform_dropout_is_p_max_everywhere_and_none_is_none() -> None:
+    assert drop_probabilities(3, 0.2, "uniform") == [0.2, 0.2, 0.2]
+    for schedule in ("exponential", "uniform"):
+        assert drop_probabilities(3, 0.0, schedule) == [0.0, 0.0, 0.0]
+        assert draw_dropped(drop_probabilities(3, 0.0, schedule), torch.Generator().manual_seed(0)) == frozenset()
 
 
 def test_dropout_grows_from_zero_to_p_max_as_in_the_paper() -> None:
