@@ -39,8 +39,8 @@ SCHEDULES: dict[str, Any] = {
     "over_budget": "lower",
 }
 MATTERS = ("step", "sequences", "tokens", "evaluated", "before", "best", "exit_share", "alpha", "generator")
-# `last` and `stopped` matter only where a run ended, `lowered` where the share was halved four times. `seconds` and `run`
-# are no part of the result.
+# `last` and `stopped` matter only where a run ended, `lowered` where the share was halved four times.
+# `seconds` and `run` are no part of the result.
 OTHERS = ("last", "stopped", "lowered", "seconds", "run")
 
 
