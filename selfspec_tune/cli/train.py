@@ -192,5 +192,10 @@ def _print_verdict(facts: dict[str, Any], config: configs.TrainConfig) -> None:
     if best != facts["steps"]:
         ended = STOPPED.get(facts["stopped_by"], facts["stopped_by"])
         console.notice(f"saved are the weights of step {best}, the best within {limit}; the run ended as {ended}")
+    if "share_kept" in facts:
+        console.notice(
+            f"perplexity was beyond {limit} at the end: {facts['share_kept']:.0%} of what was trained is kept, the "
+            f"rest taken back towards the base"
+        )
     if not facts.get("improved", True):
         console.notice("the estimated speed-up is no better than the base's: training has bought nothing so far")

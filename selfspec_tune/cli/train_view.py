@@ -82,7 +82,8 @@ class RunView:
         return [*rows, *([("pace", ", ".join(self._pace()))] if self.step else [])]
 
     def _count(self, record: dict[str, Any]) -> str:
-        return f"step {record['step']}/{self.config.max_steps}"
+        kept = f", {record['share_kept']:.0%} of the change kept" if "share_kept" in record else ""
+        return f"step {record['step']}/{self.config.max_steps}{kept}"
 
     def _alphas(self) -> str:
         base = self.base.get("alpha", {})
