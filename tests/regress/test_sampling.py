@@ -228,6 +228,7 @@ def test_what_cannot_be_tested_is_refused(decoder: LayeredDecoder) -> None:
         check(decoder, PLAIN, 0)
     engine = Engine(decoder, numerics="fast", keep_logits=True)
     with pytest.raises(UserError, match="num_draft_tokens"):
-        sampling.check_sampling(engine, REQUESTS, {"draft": LayerSkipDrafter(decoder, 2)}, [9], PLAIN)
+        drafters = {"draft": LayerSkipDrafter(decoder, 2)}
+        sampling.check_sampling(engine, REQUESTS, drafters, [9], PLAIN, texts_per_prompt=1)
     with pytest.raises(ValueError, match="keep the logits"):
-        sampling.check_sampling(Engine(decoder, numerics="fast"), [], {}, [1], PLAIN)
+        sampling.check_sampling(Engine(decoder, numerics="fast"), [], {}, [1], PLAIN, texts_per_prompt=1)

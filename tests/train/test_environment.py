@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +34,15 @@ def test_sigterm_finishes_the_step_saves_a_state_and_exits_with_143(make_config:
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
+@pytest.fixture
+def handled() -> Iterator[None]:
+    """SIGINT handled as in a terminal: a process started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("handled")
 @pytest.mark.parametrize("first", SIGNALS)
 def test_the_first_signal_is_a_flag_and_the_second_acts_as_usual(first: int) -> None:
     with pytest.raises(KeyboardInterrupt), interruption() as interrupted:
