@@ -163,7 +163,7 @@ class TrainConfig(ModelConfig):
     method: Literal["layer-skip", "exit-head"] = "layer-skip"
     """layer-skip: train the model's own layers. exit-head: leave the model as it is, train a layer after one exit."""
     dtype: Dtype = "auto"
-    """Dtype of the saved weights; training itself keeps fp32 weights. auto: that of the model trained from."""
+    """Dtype of the saved weights; trained ones are kept in fp32 meanwhile. auto: that of the model trained from."""
     lora_rank: int = 0
     """layer-skip: train low-rank adapters of this rank through peft, merged when saved; 0 trains the weights."""
     lora_alpha: float = 32.0
@@ -201,7 +201,7 @@ class TrainConfig(ModelConfig):
     batch_size: int = 4
     """Sequences per step and process."""
     gradient_accumulation: int = 1
-    """Forward passes per optimiser step."""
+    """Forward passes on training data per optimiser step."""
     max_steps: int = 100
     """Optimiser steps to train for."""
     max_minutes: float | None = None
@@ -234,7 +234,7 @@ class TrainConfig(ModelConfig):
     left out."""
     anchor_data: tuple[str, ...] = ()
     """General text on which only the final layer is trained, to stay as the base is (KL), in a pass of its own at every
-    step. May be repeated."""
+    step. Records that perplexity is measured on are left out. Takes the memory of --anchor-weight. May be repeated."""
     anchor_batch_size: int = 1
     """Sequences of --anchor-data per step and process, besides those of --batch-size."""
     anchor_data_weight: float = 1.0
@@ -246,7 +246,7 @@ class TrainConfig(ModelConfig):
     freeze_embeddings: bool = False
     """Leave embeddings and LM head as they are; saves time and memory, and disturbs the model less in a short run."""
     mixed_precision: Literal["auto", "bf16", "no"] = "auto"
-    """bf16 autocast over fp32 weights. auto: where the device has bf16 arithmetic."""
+    """bf16: autocast; trained weights stay fp32. auto: where the device has bf16 arithmetic."""
     gradient_checkpointing: bool = False
     """Trade time for memory by recomputing activations."""
     cache_targets: Path | None = None

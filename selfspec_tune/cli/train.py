@@ -81,7 +81,8 @@ def train(
     speaks = os.environ.get("RANK", "0") == "0"  # started by torchrun or accelerate launch: one rank speaks for all
     facts = checkpoint.finished(config)
     if facts is not None:
-        console.notice(f"{config.output} is finished: {facts['steps']} steps were done. Nothing to do.")
+        if speaks:
+            console.notice(f"{config.output} is finished: {facts['steps']} steps were done. Nothing to do.")
     else:
         if speaks:
             _warn(config, idle_options(config))
@@ -99,6 +100,8 @@ def train(
             _print(facts, config)
         _print_verdict(facts, config)
     environment.tear_down()
+    if facts.get("stopped_by") == "diverged":  # a finished one: when it happened it was an error
+        raise typer.Exit(2)
     if facts.get("best_step", 0) is None:
         raise typer.Exit(1)
 
@@ -110,7 +113,7 @@ def _warn(config: configs.TrainConfig, idle: list[str]) -> None:
         warn_of_gate(config.model)
     if config.method == "exit-head":
         console.notice(f"memory, estimated: {_head_memory(config)}")
-    elif config.anchor_weight and not config.lora_rank:
+    elif (config.anchor_weight or config.anchor_data) and not config.lora_rank:
         size = _anchor_memory(config) / 1e9
         console.notice(f"memory: the anchor keeps a frozen copy of the base on every device, {size:.2g} GB")
 

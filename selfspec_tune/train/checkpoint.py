@@ -49,7 +49,7 @@ FILES = {
     "exit-head": RunFiles("exit_head.json", "exit_head.metrics.jsonl", "exit_head.state", "/exit_head.*"),
 }
 # These change neither a step nor how weights are measured; a run may be resumed with other values.
-FREE_FIELDS = ("output", "json", "tracker", "save_every", "eval_every", "max_minutes", "device", "cache_targets")
+FREE_FIELDS = ("output", "json", "tracker", "save_every", "max_minutes", "device", "cache_targets")
 
 
 def base_name(model: str) -> str:
@@ -258,7 +258,12 @@ def save_checkpoint(accelerator: Any, module: Any, tokenizer: Any, output: Path,
         model = accelerator.unwrap_model(module).model
         temporary = output / "checkpoint.incomplete"
         shutil.rmtree(temporary, ignore_errors=True)
-        plain = merged_weights(model, {name.removeprefix("model."): w for name, w in weights.items()})
+        # On the CPU, as a card may have no room for merged copies; tied weights stay one tensor.
+        moved: dict[int, torch.Tensor] = {}
+        for weight in weights.values():
+            if weight.data_ptr() not in moved:
+                moved[weight.data_ptr()] = weight.to("cpu")
+        plain = merged_weights(model, {n.removeprefix("model."): moved[w.data_ptr()] for n, w in weights.items()})
         _save_pretrained(model, plain, temporary, dtype)
         tokenizer.save_pretrained(temporary)
         for path in sorted(temporary.iterdir()):

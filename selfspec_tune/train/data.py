@@ -142,7 +142,16 @@ def load_sequences(
     return replace(trained, skipped=parser.said()), evaluation
 
 
-def load_general(sources: Sequence[str], tokenizer: Any, *, length: int, num: int, **reading: Any) -> Sequences:
+def load_general(
+    sources: Sequence[str],
+    tokenizer: Any,
+    *,
+    length: int,
+    num: int,
+    what: str = "general",
+    measured: Collection[int] = (),
+    **reading: Any,
+) -> Sequences:
     """Return `num` packed sequences at most of general text, of every source as many.
 
     Args:
@@ -150,6 +159,8 @@ def load_general(sources: Sequence[str], tokenizer: Any, *, length: int, num: in
         tokenizer: a transformers tokenizer with an end-of-text token.
         length: T, tokens per sequence.
         num: sequences to return at most.
+        what: name of the data, for errors.
+        measured: digests of records to leave out, because perplexity is measured on them.
         reading: options of `records.make_parser`.
 
     Raises:
@@ -157,11 +168,13 @@ def load_general(sources: Sequence[str], tokenizer: Any, *, length: int, num: in
     """
     layout, parser, parts = Layout(tokenizer, length, packing=True), make_parser(tokenizer, **reading), []
     for index, source in enumerate(sources):
-        records = read_all([source], parser)
+        records = [record for record in read_all([source], parser) if record.digest() not in measured]
+        if not records:
+            raise UserError(f"no record of the {what} data is left: perplexity is measured on all of them", got=source)
         random.Random(0).shuffle(records)
         share = (num + index) // len(sources)  # adds up to num
         if share:
-            parts.append(sequences_of(records, layout, parser, share, what="general"))
+            parts.append(sequences_of(records, layout, parser, share, what=what))
     return Sequences(
         torch.cat([part.ids for part in parts]),
         torch.cat([part.counted for part in parts]),

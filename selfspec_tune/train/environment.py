@@ -26,7 +26,7 @@ def make_accelerator(config: TrainConfig) -> Any:
         UserError: `accelerate launch` asked for a kind of sharding that this training cannot do.
     """
     from accelerate import Accelerator, DistributedDataParallelKwargs
-    from accelerate.utils import ProjectConfiguration, set_seed
+    from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, set_seed
 
     device = training_device(config.device)
     drops_layers = config.method == "layer-skip" and config.layer_dropout > 0
@@ -37,7 +37,10 @@ def make_accelerator(config: TrainConfig) -> Any:
     accelerator = Accelerator(
         cpu=device.type == "cpu",
         mixed_precision=mixed_precision(config.mixed_precision, device),
-        gradient_accumulation_steps=num_passes(config),
+        # Shards accumulate in shards: without a reduction after every pass each rank would hold all gradients whole.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=num_passes(config), sync_each_batch=os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+        ),
         log_with=None if config.tracker == "none" else config.tracker,
         project_config=ProjectConfiguration(project_dir=events, logging_dir=events),
         # A dropped layer has no gradient, and the reducer must not wait for one.

@@ -66,6 +66,8 @@ class Evaluator:
     @torch.no_grad()
     def _count(self, module: Any, data: Sequences, exits: tuple[int, ...], before: int, total: int) -> list[float]:
         """Return tokens, summed negative log-likelihood and per exit the positions agreed on."""
+        from accelerate.utils import broadcast
+
         counts = torch.zeros(2 + len(exits), dtype=torch.float64, device=self.device)
         was_training = module.training
         module.eval()
@@ -75,9 +77,11 @@ class Evaluator:
             counts += module(ids, counted, exits, frozenset(), *states)[0]
             self.progress("evaluate", before + rows[-1] + 1, total)
         module.train(was_training)
-        values: list[float] = counts.tolist()
+        # Ranks may differ in the last bit, and what follows from the counts all must do alike.
+        values: list[float] = broadcast(counts).tolist()
         if not values[0]:
-            raise UserError("the held-out data have no token to predict", got="prompts only")
+            what = "general" if data is self.general else "held-out"
+            raise UserError(f"the {what} data have no token to predict", got="prompts only")
         return values
 
 

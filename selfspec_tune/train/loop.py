@@ -85,7 +85,9 @@ class _Run:
         self.trained_on = trained_on.read(checkpoint.files_of(self.base)) or trained_on.TrainedOn()
         self.tokenizer = load_tokenizer(self.base)
         texts = load_texts(config, self.tokenizer, accelerator.process_index, self.ranks, report)
-        texts.training.check_vocabulary(family.vocab_size)
+        for part in (texts.training, texts.held_out, texts.general, texts.anchor):
+            if part is not None:
+                part.check_vocabulary(family.vocab_size)
         self.method = METHODS[config.method](Start(config, model, self.base, self.exits, self.save_dtype, accelerator))
         self.training, held_out = self.method.prepare(texts.training, texts.held_out, progress)
         self.anchor_data = texts.anchor
@@ -238,8 +240,9 @@ class _Run:
 
     def _finish(self) -> dict[str, Any]:
         """Save the best weights within the budget, if there are any, and return the facts."""
-        if self.position.stopped != "diverged":
-            self.judge.shrink()
+        if self.position.stopped == "diverged" and self.config.over_budget == "shrink":
+            self.judge.now()  # the weights are those before the step that failed
+        self.judge.shrink()
         position, best = self.position, self.position.best
         facts = outcome.Facts(self.config, self.base, self.save_dtype, self.about["config"], self.evaluator)
         if best is None:

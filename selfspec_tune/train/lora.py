@@ -130,7 +130,8 @@ def merged_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[s
     for site in _sites(model):
         a, b = (plain.pop(name) for name in site.factor_names)
         weight = plain.pop(f"{site.path}.base_layer.weight")
-        plain[f"{site.path}.weight"] = weight.float() + site.delta(a.to(weight.device), b.to(weight.device))
+        delta = site.delta(a.to(weight.device), b.to(weight.device))
+        plain[f"{site.path}.weight"] = (weight.float() + delta).to(weight.dtype)
         if f"{site.path}.base_layer.bias" in plain:
             plain[f"{site.path}.bias"] = plain.pop(f"{site.path}.base_layer.bias")
     if plain.keys() != weights.keys() and _is_tied(model):

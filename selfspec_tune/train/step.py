@@ -91,7 +91,7 @@ class Update:
         """Add the gradients of KL(base || model) on a batch; return that KL, [1]."""
         accelerator = self.accelerator
         with accelerator.accumulate(self.module):
-            total, _, _ = self.module(*batch, (), anchor=1.0)
+            total, _, _ = self.module(*batch, (), mixture=(), anchor=1.0)
             accelerator.backward(total * num_passes(self.config) * self.config.anchor_data_weight)
         return total.detach()[None]
 

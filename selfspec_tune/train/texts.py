@@ -56,7 +56,9 @@ def load_texts(config: TrainConfig, tokenizer: Any, rank: int, ranks: int, repor
     anchor = None
     if config.anchor_data:
         count = config.max_steps * config.anchor_batch_size * ranks
-        anchor = load_general(config.anchor_data, tokenizer, num=count, **{**reading, "assistant_only": False})
+        measured = {record.digest() for data in (held_out, general) if data for record in data.records}
+        of_anchor = {**reading, "assistant_only": False, "what": "anchor", "measured": measured}
+        anchor = load_general(config.anchor_data, tokenizer, num=count, **of_anchor)
     known = [held_out, *([training] if isinstance(training, Sequences) else [])]
     if config.assistant_only and not any(record.templated for data in known for record in data.records):
         report({"notice": "--assistant-only has no effect: no record has chat messages"})

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from selfspec_tune.config import TrainConfig
+from selfspec_tune.errors import UserError
 from selfspec_tune.train.loop import train
 from selfspec_tune.train.module import EarlyExitModule
 from selfspec_tune.train.step import Update
+from selfspec_tune.train.texts import load_texts
 
 Make = Callable[..., TrainConfig]
 
@@ -90,3 +93,28 @@ def test_a_step_adds_up_the_gradients_of_both_passes(
     assert seen
     for index, parameter in enumerate(plain.parameters()):
         torch.testing.assert_close(seen[str(index)], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_an_anchor_needs_no_mixture_of_losses(make_config: Make, digits: Path) -> None:
+    facts = train(make_config(exit_loss="mixture", anchor_data=(str(digits),), max_perplexity_increase="100000%"))
+    assert facts["steps"] == 6
+
+
+def test_the_anchor_does_not_train_on_what_is_measured(
+    make_config: Make, tmp_path: Path, jsonl: Callable[..., Path]
+) -> None:
+    """Held to the base on the very text of the budget, a model would always be within it."""
+    general = jsonl(tmp_path / "general.jsonl", [{"text": f"{n} measured " * 9} for n in range(20)])
+    both = jsonl(
+        tmp_path / "both.jsonl", [{"text": f"{n} {'measured' if n < 20 else 'other'} " * 9} for n in range(60)]
+    )
+    texts = load_texts(
+        make_config(general_data=(str(general),), anchor_data=(str(both),), eval_sequences=100),
+        AutoTokenizer.from_pretrained(str(make_config().model)),
+        0,
+        1,
+        lambda record: None,
+    )
+    assert texts.anchor is not None and {record.text.split()[1] for record in texts.anchor.records} == {"other"}
+    with pytest.raises(UserError, match="no record of the anchor data is left"):
+        train(make_config(general_data=(str(general),), anchor_data=(str(general),), eval_sequences=100))

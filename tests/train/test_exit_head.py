@@ -389,7 +389,7 @@ def test_a_finished_head_of_other_options_is_refused(make: Make, tmp_path: Path)
     train(make())
     with pytest.raises(UserError, match="learning_rate"):
         train(make(learning_rate=5e-3))
-    train(make(save_every=1, eval_every=1, max_minutes=60.0, cache_targets=tmp_path / "elsewhere"))
+    train(make(save_every=1, max_minutes=60.0, cache_targets=tmp_path / "elsewhere"))
 
 
 def test_a_head_on_a_trained_checkpoint_keeps_the_facts_of_both_runs(make: Make, make_config: Make) -> None:

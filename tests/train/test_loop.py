@@ -246,7 +246,7 @@ def test_another_run_in_the_same_output_is_refused_by_name(make_config: Make, fi
         train(replace(config, learning_rate=5e-3, seed=4))
     text = str(caught.value)
     assert "learning_rate, seed" in text and "0.005" in text and "--output" in text
-    train(replace(config, save_every=1, eval_every=1, json=True, max_minutes=60.0))
+    train(replace(config, save_every=1, json=True, max_minutes=60.0))
 
 
 def test_a_run_recorded_before_an_option_was_known_is_the_same_run(make_config: Make, tmp_path: Path) -> None:
