@@ -202,6 +202,7 @@ def test_the_live_table_shows_what_is_known() -> None:
         ({}, 0, ""),
         ({"best_step": 2}, 0, "saved are the weights of step 2"),
         ({"share_kept": 0.75}, 0, "beyond 2% at the end: 75% of what was trained is kept"),
+        ({"stopped_by": "diverged", "best_step": 2}, 2, "the loss or its gradient was not finite"),
         ({"improved": False}, 0, "training has bought nothing"),
         ({"best_step": None, "improved": False}, 1, "nothing is saved: no evaluation kept perplexity within 2%"),
     ],
