@@ -63,6 +63,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory, tiny: Path, corpus: Path) ->
         device="cpu",
         sequence_length=48,
         batch_size=4,
+        anchor_data=(str(corpus / "train.jsonl"),),
+        anchor_batch_size=2,
         warmup_steps=2,
         learning_rate=1e-3,
         **HARD,
@@ -75,9 +77,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory, tiny: Path, corpus: Path) ->
 @needs_fork
 @pytest.mark.parametrize("environment", [{}, SHARDED], ids=["ddp", "fsdp2"])
 def test_two_processes_stopped_and_resumed_train_as_one(
-    make_config: Make, tmp_path: Path, alone: Path, environment: dict[str, str]
+    make_config: Make, tmp_path: Path, corpus: Path, alone: Path, environment: dict[str, str]
 ) -> None:
-    config = make_config(batch_size=2, **HARD)
+    config = make_config(batch_size=2, anchor_data=(str(corpus / "train.jsonl"),), **HARD)
     output = Path(str(config.output))
 
     def stopped(rank: int) -> None:
