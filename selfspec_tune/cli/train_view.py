@@ -10,6 +10,7 @@ from typing import Any
 from selfspec_tune.cli import console
 from selfspec_tune.config import TrainConfig
 from selfspec_tune.progress import Progress, Report
+from selfspec_tune.train import guard
 
 SECONDS_PER_LINE = 15.0
 """In a pipe a step gets a line at most so often; an evaluation always does."""
@@ -58,7 +59,7 @@ class RunView:
             return None
         if record["step"] == 0:
             self.base = record
-        elif record.get("within_budget") and _score(record) >= _score(self.best):
+        elif record.get("within_budget") and guard.better(record, self.best or None):
             self.best = record
         self.evaluation, self.line_at = record, now
         over = [] if record.get("within_budget", True) else ["over the budget"]
@@ -78,7 +79,7 @@ class RunView:
             rows += [("perplexity", text.removeprefix("perplexity ")) for text in self._perplexities()]
             rows.append(("speed-up", self._speedup()))
         if self.best:
-            rows.append(("best within budget", f"step {self.best['step']}, {_score(self.best):.2f}"))
+            rows.append(("best within budget", f"step {self.best['step']}, {guard.score(self.best):.2f}"))
         return [*rows, *([("pace", ", ".join(self._pace()))] if self.step else [])]
 
     def _count(self, record: dict[str, Any]) -> str:
@@ -105,7 +106,7 @@ class RunView:
     def _speedup(self) -> str:
         cell = self.evaluation["speedup_estimate"]
         at = f"at exit {cell['exit_layer']}, k = {cell['num_draft_tokens']}"
-        base = f"; base {_score(self.base):.2f}" if self.base and self.evaluation is not self.base else ""
+        base = f"; base {guard.score(self.base):.2f}" if self.base and self.evaluation is not self.base else ""
         return f"{cell['speedup_model']:.2f} {at} (estimate{base})"
 
     def _pace(self) -> list[str]:
@@ -116,10 +117,6 @@ class RunView:
         if config.max_minutes is not None:
             left = min(left, max(0.0, 60 * config.max_minutes - seconds))
         return [f"{self.step['tokens_per_second']:,.0f} tokens/s", f"{_duration(left)} left"]
-
-
-def _score(evaluation: dict[str, Any]) -> float:
-    return float(evaluation["speedup_estimate"]["speedup_model"]) if evaluation else 0.0
 
 
 def _duration(seconds: float) -> str:

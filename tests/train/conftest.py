@@ -155,3 +155,10 @@ def tokenizer_maker() -> Callable[..., Any]:
 def jsonl() -> Callable[[Path, list[Any]], Path]:
     """Return `write_jsonl`."""
     return write_jsonl
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory, jsonl: Callable[..., Path]) -> Path:
+    """General text, unlike the corpus."""
+    file = tmp_path_factory.mktemp("general") / "digits.jsonl"
+    return jsonl(file, [{"text": f"{n * 7919:010d} " * 6} for n in range(200)])

@@ -25,13 +25,6 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory, jsonl: Callable[..., Path]) -> Path:
-    """General text, unlike the corpus."""
-    file = tmp_path_factory.mktemp("general") / "digits.jsonl"
-    return jsonl(file, [{"text": f"{n * 7919:010d} " * 6} for n in range(200)])
-
-
-@pytest.fixture(scope="module")
 def learnt(tiny: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model after it has learnt the general text: training on the corpus makes it forget."""
     output = tmp_path_factory.mktemp("learnt") / "base"
