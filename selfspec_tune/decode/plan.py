@@ -10,9 +10,10 @@ from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import MAX_DRAFT_TOKENS, DecodeConfig, flag
 from selfspec_tune.decode.drafters import Drafter
 from selfspec_tune.decode.drafters.make import DraftSettings, make_drafter
-from selfspec_tune.decode.engine import Completion, Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import CostPolicy, DraftPolicy, Policy, WindowPolicy
 from selfspec_tune.decode.price import KnownCosts, draft_costs, measured_elsewhere
+from selfspec_tune.decode.requests import Completion, Request
 from selfspec_tune.decode.sampling import GREEDY, SamplingParams
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.errors import UserError

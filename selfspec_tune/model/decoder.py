@@ -169,6 +169,11 @@ class LayeredDecoder:
         # Compiled attention takes heads of whole vectors.
         return "compiled" if self.fused and compiled(self.head[0]) and self.family.head_size % 8 == 0 else "reference"
 
+    @property
+    def compiled(self) -> bool:
+        """Whether the passes of decoding run compiled."""
+        return self.mode(1, many_rows=False) == "compiled"
+
     def layers(self, start: int, stop: int) -> list[FusedLayer]:
         """Return the fused layers start..stop."""
         assert self.fused

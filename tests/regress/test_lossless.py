@@ -15,8 +15,9 @@ from selfspec_tune.decode import engine as engine_module
 from selfspec_tune.decode.accept import accept_matching
 from selfspec_tune.decode.drafters import ChooseToken, Draft
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
-from selfspec_tune.decode.engine import Completion, Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.prompts import read_requests
+from selfspec_tune.decode.requests import Completion, Request
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder, load_decoder

@@ -22,7 +22,8 @@ from selfspec_tune.decode.drafters.hybrid import HybridDrafter
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
 from selfspec_tune.decode.drafters.low_precision import LowPrecisionDrafter
 from selfspec_tune.decode.drafters.prompt_lookup import PromptLookupDrafter
-from selfspec_tune.decode.engine import Completion, Engine, Request
+from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.requests import Completion, Request
 from selfspec_tune.decode.sampling import Noise, SamplingParams, distribution, draw
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import LayeredDecoder
