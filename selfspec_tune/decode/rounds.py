@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -89,15 +89,12 @@ class Rounds:
         if self.recorded is None:
             return self.verify(source, self.draft(drafter, source, k, None))
         part = drafter.part(source)
-        kind: tuple[object, ...]
         if part.reads_text:
             # The host copies; only verification can be recorded, with the tokens in memory that stays where it is.
-            tokens = part.propose(self.round.last, self.cache, k, _refuse, source).tokens
-            self._given[:, :k].copy_(tokens)
-            draft = Draft(self._given[:, :k], None, None, 0)
-            return Launched(
-                source, self._replay(("given", self.decoder.tap, k), k + 1, lambda: self.round.finish(draft))
-            )
+            given = Draft(self._given[:, :k], None, None, 0)
+            given.tokens.copy_(part.propose(self.round.last, self.cache, k, _refuse, source).tokens)
+            kind = ("given", self.decoder.tap, k)
+            return Launched(source, self._replay(kind, k + 1, lambda: self.round.finish(given)))
 
         def body() -> Outcome:
             return self.round.finish(self.round.draft(drafter, source, k, never, confident=False))
@@ -112,7 +109,7 @@ class Rounds:
         """Verify a draft, accept and commit."""
         return Launched(source, self.round.finish(draft))
 
-    def _replay(self, kind: tuple[object, ...], uniforms: int, body: Callable[[], Outcome]) -> Outcome:
+    def _replay(self, kind: Hashable, uniforms: int, body: Callable[[], Outcome]) -> Outcome:
         assert self.recorded is not None
         if not self.params.greedy:
             self.noises.prepare(uniforms)

@@ -200,17 +200,26 @@ def test_rounds_launched_ahead_give_the_same_text(decoder, name, batch, monkeypa
     assert dropped == 1, "a round was under way when the last row ended"
 
 
+class Shown:
+    """Keeps what is streamed."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+
+    def __call__(self, row: int, text: str) -> None:
+        self.parts.append(text)
+
+
 def test_streamed_text_and_stop_strings_are_the_same_ahead(decoder):
     texts = []
     for ahead in (False, True):
-        engine, shown = Engine(decoder, byte_tokenizer(), ahead=ahead), []
+        engine = Engine(decoder, byte_tokenizer(), ahead=ahead)
         free = engine.generate(requests(1), GREEDY)[0][0].text
         stop = next(free[i : i + 2] for i in range(6, 30) if free[i : i + 2].isascii() and free[i : i + 2].strip())
         drafter = LayerSkipDrafter(decoder, 3)
-        [completion], _ = engine.generate(
-            requests(1, stop=(stop,)), GREEDY, drafter, DraftPolicy(4), on_text=lambda row, text: shown.append(text)
-        )
-        assert "".join(shown) == completion.text and completion.finish_reason == "stop"
+        shown = Shown()
+        [completion], _ = engine.generate(requests(1, stop=(stop,)), GREEDY, drafter, DraftPolicy(4), on_text=shown)
+        assert "".join(shown.parts) == completion.text and completion.finish_reason == "stop"
         texts.append((completion.text, completion.token_ids))
     assert texts[0] == texts[1]
 
