@@ -251,6 +251,8 @@ def make_plan(
     """Load the model and prepare to decode with it as `choose` decides."""
     choice = choose(artifact, options, model)
     decoder = load_decoder(model, dtype=options.dtype, device=options.device)
+    if options.compile and not decoder.compile_layers():
+        choice.notices.append("--compile has no effect: on this CPU the layers are one compiled call already")
     drafter = make_drafter(choice.settings, decoder, model) if choice.settings else None
     engine = Engine(
         decoder,
