@@ -110,11 +110,10 @@ class LayerStack:
         """
         # Row counts of two functions, at most; the default of 8 would fall back to eager code without a word.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * MANY_ROWS)
-        parts = tuple(
-            torch.compile(part, fullgraph=True, dynamic=False) for part in (before_attention, after_attention)
-        )
+        before: Callable[..., Tensor] = torch.compile(before_attention, fullgraph=True, dynamic=False)
+        after: Callable[..., Tensor] = torch.compile(after_attention, fullgraph=True, dynamic=False)
         for layer in self.layers:
-            layer.parts = parts
+            layer.parts = before, after
 
     def run(self, hidden: Tensor, step: Step, start: int, stop: int) -> Tensor:
         """Run layers start..stop of the stack on [B, T, d] hidden states."""
