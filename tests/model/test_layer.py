@@ -79,7 +79,7 @@ def test_a_layer_added_later_runs_too():
 
 @torch.inference_mode()
 def test_layers_compiled_by_torch_compute_what_layers_do(reference_ops):
-    """In fp32, up to the order of sums in six layers (seen: 4e-5); weights are still the model's own, and prefills are left as they are."""
+    """In fp32, up to the order of sums in six layers (seen: 4e-5). Weights stay, and prefills are left as they are."""
     decoder, other = LayeredDecoder(tiny_model()), LayeredDecoder(tiny_model())
     before = [weight.data_ptr() for layer in range(other.num_layers) for weight, _ in other.products(layer)]
     assert other.compile_layers()
