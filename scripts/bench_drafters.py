@@ -31,10 +31,11 @@ from selfspec_tune.config import Drafter as DrafterName
 from selfspec_tune.config import PromptConfig
 from selfspec_tune.decode.drafters import Drafter
 from selfspec_tune.decode.drafters.make import DraftSettings, make_drafter
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import CostPolicy, DraftCosts, DraftPolicy, Policy, WindowPolicy
 from selfspec_tune.decode.price import draft_costs
 from selfspec_tune.decode.prompts import read_requests
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.errors import UserError

@@ -20,9 +20,10 @@ from selfspec_kernels import compiled, cpu
 
 from selfspec_tune.config import PromptConfig
 from selfspec_tune.decode.drafters import Drafter
-from selfspec_tune.decode.engine import Completion, Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftPolicy
 from selfspec_tune.decode.prompts import read_requests
+from selfspec_tune.decode.requests import Completion, Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import load_decoder

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from selfspec_tune.config import PromptConfig
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.prompts import read_requests
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import LayeredDecoder

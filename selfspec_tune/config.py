@@ -112,6 +112,8 @@ class DecodeConfig(PromptConfig):
     """Decode plainly, one token a step."""
     batch_size: int = 1
     """Prompts of --input decoded together."""
+    compile: bool = False
+    """Let torch.compile fuse the layers' small operations. The first run takes minutes; torch keeps what it made."""
     json: bool = False
     """Print one JSON object instead of text."""
 

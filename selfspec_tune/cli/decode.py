@@ -103,8 +103,8 @@ def _read_prompt(options: config.DecodeConfig) -> str:
 
 
 def _decode_one(plan: Plan, params: Any, options: config.DecodeConfig, prompt: str) -> None:
-    from selfspec_tune.decode.engine import Request
     from selfspec_tune.decode.prompts import encode_text
+    from selfspec_tune.decode.requests import Request
 
     ids = encode_text(plan.engine.tokenizer, prompt, raw=options.raw)
     request = Request("0", ids, options.max_new_tokens, options.stop)

@@ -88,9 +88,10 @@ def check_options(config: configs.DraftVocabConfig) -> None:
 def _count(
     model: str, config: configs.DraftVocabConfig, outline: Outline, tokenizer: Any, progress: Progress
 ) -> TokenCounts:
-    from selfspec_tune.decode.engine import Engine, Request
+    from selfspec_tune.decode.engine import Engine
     from selfspec_tune.decode.own_text import own_tokens, text_tokens
     from selfspec_tune.decode.prompts import read_requests
+    from selfspec_tune.decode.requests import Request
     from selfspec_tune.model.decoder import load_decoder
     from selfspec_tune.model.draft_vocab import TokenCounts
     from selfspec_tune.train.records import Parser, read_records

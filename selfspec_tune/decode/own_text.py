@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.progress import Progress, silent
 

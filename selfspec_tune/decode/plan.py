@@ -10,9 +10,10 @@ from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import MAX_DRAFT_TOKENS, DecodeConfig, flag
 from selfspec_tune.decode.drafters import Drafter
 from selfspec_tune.decode.drafters.make import DraftSettings, make_drafter
-from selfspec_tune.decode.engine import Completion, Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import CostPolicy, DraftPolicy, Policy, WindowPolicy
 from selfspec_tune.decode.price import KnownCosts, draft_costs, measured_elsewhere
+from selfspec_tune.decode.requests import Completion, Request
 from selfspec_tune.decode.sampling import GREEDY, SamplingParams
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.errors import UserError
@@ -250,6 +251,8 @@ def make_plan(
     """Load the model and prepare to decode with it as `choose` decides."""
     choice = choose(artifact, options, model)
     decoder = load_decoder(model, dtype=options.dtype, device=options.device)
+    if options.compile and not decoder.compile_layers():
+        choice.notices.append("--compile has no effect: on this CPU the layers are one compiled call already")
     drafter = make_drafter(choice.settings, decoder, model) if choice.settings else None
     engine = Engine(
         decoder,

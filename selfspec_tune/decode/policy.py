@@ -79,7 +79,16 @@ class Policy:
         return False
 
     def observe(self, source: Source, k: int, accepted: int) -> None:
-        """Learn that of k tokens drafted from `source` so many were accepted; once per row of a round."""
+        """Learn that of k tokens drafted from `source` so many were accepted; once per row of a round.
+
+        Rounds are observed in the order they were planned in.
+        """
+
+    def settle(self) -> None:
+        """Learn that the round just observed was observed for all its rows."""
+
+    def forget(self) -> None:
+        """Learn that rounds planned and not observed so far never will be."""
 
 
 @dataclass
@@ -232,7 +241,8 @@ class CostPolicy(Policy):
         self._alphas = dict(alphas or {})
         self._records: dict[tuple[str, str], _Record] = {}
         self._purses = dict.fromkeys(self._costs, PURSE)
-        self._round: _Round | None = None
+        # Planned and not accounted for, the oldest first.
+        self._rounds: deque[_Round] = deque()
 
     def at(self, context_length: int) -> int | None:
         """Take the costs for this length."""
@@ -240,13 +250,13 @@ class CostPolicy(Policy):
             return None
         fitting = (entry for entry in self._by_context if context_length <= entry.max_context)
         entry = next(fitting, self._by_context[-1])
-        self._settle()  # the last round, at the costs it was planned with
+        self.settle()
         self._costs, self._enabled = entry.costs, entry.enabled
         return entry.exit_layer
 
     def next(self, remaining: int, sources: Sequence[Source]) -> tuple[Source, int] | None:
         """Return the plan with the best rate, or a probe that is due; None to take a plain step."""
-        self._settle()
+        self.settle()
         known = [source for source in sources if source.drafter in self._costs] if self._enabled else []
         options = [self._option(source, remaining) for source in known]
         best, best_k, rate = None, 0, 1.0
@@ -260,12 +270,12 @@ class CostPolicy(Policy):
         plans = ((option, best_k if option is best else 0) for option in options)
         probe = next(((option, k + 1) for option, k in plans if self._due(option, k + 1, rate)), None)
         best, best_k = probe or (best, best_k)
-        self._round = _Round(best, best_k, rate, probe is not None)
+        self._rounds.append(_Round(best, best_k, rate, probe is not None))
         return (best.source, best_k) if best is not None else None
 
     def enough(self, source: Source, confidence: float) -> bool:
         """Whether one more token promises less than the planned rate times what it costs."""
-        now = self._round
+        now = self._rounds[-1] if self._rounds else None
         if now is None or now.option is None:
             return False
         record, costs, k = now.option.record, now.option.costs, len(now.confidences) + 1
@@ -279,18 +289,27 @@ class CostPolicy(Policy):
 
     def observe(self, source: Source, k: int, accepted: int) -> None:
         """Learn what became of a row's k draft tokens; k may be smaller than planned."""
-        record, now = self._record(source), self._round
+        while self._rounds and self._rounds[0].option is None:
+            self._account(self._rounds.popleft())
+        record, now = self._record(source), self._rounds[0] if self._rounds else None
         if now is not None and now.option is not None and now.option.source == source:
             now.rows, now.emitted, now.drafted = now.rows + 1, now.emitted + accepted + 1, k
             for position, confidence in enumerate(now.confidences[: min(k, accepted + 1)]):
                 record.calibration.observe(confidence, position < accepted)
         record.acceptance.observe(k, accepted)
 
-    def _settle(self) -> None:
-        """Account for the round that `next` planned last."""
-        now, self._round = self._round, None
-        if now is None or (now.option is not None and now.rows == 0):
-            return
+    def forget(self) -> None:
+        """Drop what was planned and not observed."""
+        self.settle()
+        self._rounds.clear()
+
+    def settle(self) -> None:
+        """Account for planned rounds that are over: plain ones, and those observed."""
+        while self._rounds and (self._rounds[0].option is None or self._rounds[0].rows):
+            self._account(self._rounds.popleft())
+
+    def _account(self, now: _Round) -> None:
+        """Learn what a round cost and emitted, at the costs it was planned with."""
         emitted = now.emitted / now.rows if now.option else 1.0
         cost = now.option.costs.round(now.drafted) if now.option else 1.0
         for drafter in self._purses:

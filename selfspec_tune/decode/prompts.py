@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_tune.config import PromptConfig
-from selfspec_tune.decode.engine import Request
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_jsonl
 from selfspec_tune.trained_on import contents

@@ -45,16 +45,24 @@ class Step:
         stop: int,
     ) -> None:
         self.cache, self.positions, self.exact, self.mode = cache, positions.contiguous(), exact, mode
-        ends = [int(end) + 1 for end in positions[:, :num_written].amax(1).tolist()]
-        live = max(ends)
-        cache.reserve(live)
-        self.num_slots = blocks_for(live) * BLOCK if exact else live
-        if mode != "compiled":
-            cache.clear_stale(ends, self.num_slots, start, stop)
         self.num_written = num_written
+        self._make_room(start, stop)
         self.rotary = rotary
         self._biases: dict[int | None, Tensor] = {}
         self._all_visible = positions.shape == (1, 1)
+
+    def _make_room(self, start: int, stop: int) -> None:
+        """Reserve the slots that are written; of what is not compiled, clear those that are read and no row may see."""
+        cache = self.cache
+        if self.mode == "compiled" and cache.expected is not None:
+            cache.reserve(cache.expected)
+            return
+        ends = [int(end) + 1 for end in self.positions[:, : self.num_written].amax(1).tolist()]
+        live = max(ends)
+        cache.reserve(live)
+        self.num_slots = blocks_for(live) * BLOCK if self.exact else live
+        if self.mode != "compiled":
+            cache.clear_stale(ends, self.num_slots, start, stop)
 
     def run(self, table: cpu.LayerTable, hidden: Tensor, start: int, stop: int, num_heads: int) -> Tensor:
         """Run layers start..stop of a compiled stack on [B, T, d] hidden states; returns new ones."""

@@ -21,7 +21,13 @@ class SharedKVCache:
         batch_size: rows B.
         capacity: slots per row wanted at first; rounded up to whole blocks and doubled when outgrown.
         extra_layers: layers of a drafter's own, stored after the model's.
+
+    Attributes:
+        expected: slots per row that coming passes reach at most, said by a caller that knows; None: passes look
+            themselves, which makes the host wait for the device.
     """
+
+    expected: int | None = None
 
     def __init__(
         self,

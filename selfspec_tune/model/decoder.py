@@ -20,7 +20,7 @@ from selfspec_tune.model import attention, load
 from selfspec_tune.model.attention import InterfaceCache, Step
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.families import describe
-from selfspec_tune.model.layer import FusedLayer, LayerStack, rms_norm_of, widens
+from selfspec_tune.model.layer import MANY_ROWS, FusedLayer, LayerStack, rms_norm_of, widens
 from selfspec_tune.model.rows import ANY_ROWS, RowCounts, repeat_last
 
 PREFILL_CHUNK = 128
@@ -28,9 +28,6 @@ PREFILL_CHUNK = 128
 
 SPARE_POSITIONS = 64
 """Positions beyond the context: a finished row of a batch still drafts there, and nothing of it is kept."""
-
-MANY_ROWS = 16
-"""Rows from which a prefill call is computed as a large matrix product, and may widen its weights."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +165,21 @@ class LayeredDecoder:
             return "wide" if widens(self) else "reference"
         # Compiled attention takes heads of whole vectors.
         return "compiled" if self.fused and compiled(self.head[0]) and self.family.head_size % 8 == 0 else "reference"
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the passes of decoding run compiled."""
+        return self.mode(1, many_rows=False) == "compiled"
+
+    def compile_layers(self) -> bool:
+        """Let torch.compile fuse what stands around the layers' products; returns whether that has an effect.
+
+        Weights stay where they are. On a CPU with compiled ops a whole stack is one call already.
+        """
+        has_effect = self.fused and not (self.device.type == "cpu" and self.compiled)
+        if has_effect:
+            self._stack.compile()
+        return has_effect
 
     def layers(self, start: int, stop: int) -> list[FusedLayer]:
         """Return the fused layers start..stop."""

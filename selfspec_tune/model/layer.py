@@ -20,9 +20,18 @@ from torch import Tensor, nn
 from selfspec_tune.model.attention import Step
 from selfspec_tune.model.families import Family
 
+MANY_ROWS = 16
+"""Rows per sequence from which a call is computed as a large matrix product: a prefill's."""
+
 
 class FusedLayer:
-    """Pre-norm grouped-query attention and gated SiLU MLP over a transformers decoder layer's parameters."""
+    """Pre-norm grouped-query attention and gated SiLU MLP over a transformers decoder layer's parameters.
+
+    Attributes:
+        parts: what runs in place of `before_attention` and `after_attention` on few rows; None for these themselves.
+    """
+
+    parts: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
 
     def __init__(self, layer: nn.Module, index: int, family: Family) -> None:
         attention: Any = layer.self_attn
@@ -43,13 +52,14 @@ class FusedLayer:
 
     def __call__(self, hidden: Tensor, step: Step) -> Tensor:
         """Run [B, T, d] hidden states through the layer, writing and reading its part of the cache."""
-        mode = step.mode
-        heads = product(hidden, self.qkv, self.qkv_bias, mode, norm=self.input_norm)
+        few = hidden.shape[1] < MANY_ROWS
+        before, after, mode = before_attention, after_attention, step.mode
+        if self.parts is not None and few:
+            before, after, mode = *self.parts, "reference"
+        heads = before(hidden, self.qkv, self.qkv_bias, self.input_norm, mode)
         query = step.rotate_and_write(self.index, heads, self.num_heads, self.head_norms)
         mixed = step.attend(self.index, query, self.scale, self.window, hidden.dtype)
-        hidden = product(mixed, self.out, self.out_bias, mode, residual=hidden)
-        gate_up = product(hidden, self.gate_up, self.gate_up_bias, mode, norm=self.mlp_norm)
-        return product(gate_up, self.down, self.down_bias, mode, gated=True, residual=hidden)
+        return after(mixed, hidden, self.products()[1:], self.mlp_norm, mode)
 
     def with_weights(self, change: Callable[[Tensor], Tensor | PackedWeight]) -> FusedLayer:
         """Return a layer that shares norms, biases and its part of the cache, with other weights for its products.
@@ -58,6 +68,8 @@ class FusedLayer:
             change: returns what takes the place of a weight [N, K].
         """
         other = copy.copy(self)
+        # Products of packed weights are kernels that torch.compile cannot look into.
+        other.parts = None
         for name in ("qkv", "out", "gate_up", "down"):
             setattr(other, name, change(getattr(self, name)))
         return other
@@ -90,6 +102,19 @@ class LayerStack:
         self.layers.append(layer)
         self._table = None
 
+    def compile(self) -> None:
+        """Let torch.compile fuse what stands around the products, for few rows; without effect on the compiled call.
+
+        One graph serves all layers, as weights are its arguments, and every number of rows has its own. They are cached
+        on disk by torch.
+        """
+        # Row counts of two functions, at most; the default of 8 would fall back to eager code without a word.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * MANY_ROWS)
+        before: Callable[..., Tensor] = torch.compile(before_attention, fullgraph=True, dynamic=False)
+        after: Callable[..., Tensor] = torch.compile(after_attention, fullgraph=True, dynamic=False)
+        for layer in self.layers:
+            layer.parts = before, after
+
     def run(self, hidden: Tensor, step: Step, start: int, stop: int) -> Tensor:
         """Run layers start..stop of the stack on [B, T, d] hidden states."""
         if step.mode == "compiled" and start < stop:
@@ -99,6 +124,29 @@ class LayerStack:
         for layer in self.layers[start:stop]:
             hidden = layer(hidden, step)
         return hidden
+
+
+Product = tuple[Tensor | PackedWeight, Tensor | None]
+"""Weight and bias."""
+
+
+def before_attention(
+    hidden: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, norm: Norm, mode: Mode
+) -> Tensor:
+    """Norm and projections: [B, T, d] → queries, keys and values [B, T, (H + 2 Hkv) · D]."""
+    return product(hidden, weight, bias, mode, norm=norm)
+
+
+def after_attention(mixed: Tensor, hidden: Tensor, products: Sequence[Product], norm: Norm, mode: Mode) -> Tensor:
+    """Output projection and MLP: [B, T, H · D] and the layer's input [B, T, d] → its output [B, T, d].
+
+    Args:
+        products: (weight, bias) of the output projection, of gate and up side by side, and of down.
+    """
+    out, gate_up, down = products
+    hidden = product(mixed, *out, mode, residual=hidden)
+    both = product(hidden, *gate_up, mode, norm=norm)
+    return product(both, *down, mode, gated=True, residual=hidden)
 
 
 def product(inputs: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, mode: Mode, **around: Any) -> Tensor:

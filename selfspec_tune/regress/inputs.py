@@ -11,8 +11,8 @@ import torch
 from selfspec_tune import artifact, trained_on
 from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import MAX_DRAFT_TOKENS, RegressConfig, flag, parse_share
-from selfspec_tune.decode.engine import Request
 from selfspec_tune.decode.prompts import read_requests
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_json

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from selfspec_tune.decode.drafters import Drafter
-from selfspec_tune.decode.engine import Completion, Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.requests import Completion, Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
 from selfspec_tune.progress import Progress, silent

@@ -29,8 +29,9 @@ from torch import Tensor
 
 from selfspec_tune.config import MAX_DRAFT_TOKENS
 from selfspec_tune.decode.drafters import ChooseToken, Draft, Drafter, Enough, Source, never
-from selfspec_tune.decode.engine import Completion, Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.requests import Completion, Request
 from selfspec_tune.decode.sampling import Noise, SamplingParams, distribution, draw_with_gumbel
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.cache import SharedKVCache

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
 
-from selfspec_tune.decode.engine import Request
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.sweep.candidates import Candidate, Trials

@@ -10,9 +10,10 @@ from typing import Any
 
 from selfspec_tune.config import SweepConfig
 from selfspec_tune.decode.drafters import Drafter
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftCosts
 from selfspec_tune.decode.price import draft_costs, measured_on
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
 from selfspec_tune.files import read_json, write_json

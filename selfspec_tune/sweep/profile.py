@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from selfspec_tune.config import MAX_DRAFT_TOKENS, ProfileSource
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams, distribution
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.cache import SharedKVCache

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
-from selfspec_tune.decode.engine import Engine, Request, certified_rows
+from selfspec_tune.decode.engine import Engine, certified_rows
 from selfspec_tune.decode.policy import DraftPolicy
 from selfspec_tune.decode.price import accept_any, plain_step_seconds
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams, distribution, draw
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.decode.verify import step_plain

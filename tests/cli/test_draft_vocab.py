@@ -12,7 +12,8 @@ import torch
 from tiny import END, VOCAB
 
 from selfspec_tune.artifact import fingerprint
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.model.decoder import load_decoder
 from selfspec_tune.model.draft_vocab import read_draft_vocab

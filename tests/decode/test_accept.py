@@ -13,7 +13,7 @@ import torch
 from tiny import tiny_model
 
 from selfspec_tune.decode import accept
-from selfspec_tune.decode import engine as engine_module
+from selfspec_tune.decode import round as round_module
 from selfspec_tune.decode.accept import accept_matching, accept_ratio
 from selfspec_tune.decode.drafters import Drafter
 from selfspec_tune.decode.drafters.exit_head import ExitHeadDrafter
@@ -21,8 +21,9 @@ from selfspec_tune.decode.drafters.hybrid import HybridDrafter
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
 from selfspec_tune.decode.drafters.low_precision import LowPrecisionDrafter
 from selfspec_tune.decode.drafters.prompt_lookup import PromptLookupDrafter
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams, distribution, draw
 from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.model.exit_head import ExitHead
@@ -179,5 +180,5 @@ def test_two_token_sequences_of_the_engine_follow_the_target(name):
     assert chi_square_passes(counts.flatten(), (first[:, None] * second).flatten())
 
 
-def test_engine_uses_these_functions():
-    assert engine_module.accept_ratio is accept_ratio
+def test_rounds_use_these_functions():
+    assert round_module.accept_ratio is accept_ratio

@@ -22,9 +22,10 @@ from selfspec_tune.decode.drafters.hybrid import HybridDrafter
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
 from selfspec_tune.decode.drafters.low_precision import LowPrecisionDrafter, estimate_bytes
 from selfspec_tune.decode.drafters.make import DraftSettings
-from selfspec_tune.decode.engine import Completion, Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.plan import choose, make_plan
 from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.requests import Completion, Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import LayeredDecoder

@@ -12,8 +12,9 @@ import torch
 from tiny import tiny_model
 
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
-from selfspec_tune.decode.engine import Completion, Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.requests import Completion, Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder
@@ -158,16 +159,16 @@ class TestBrokenEnginesAreCaught:
         assert self.run(engine, k=3)
 
     def test_rollback_one_position_short(self, monkeypatch):
-        from selfspec_tune.decode import engine as engine_module
+        from selfspec_tune.decode import round as round_module
 
         engine = engine_for(torch.float32)
         request = Request("a", prompt(120), 100)
         plain = engine.generate([request], GREEDY)[0][0]
-        genuine = engine_module.accept_matching
+        genuine = round_module.accept_matching
 
         def accept(drafted, chosen):
             accepted, following = genuine(drafted, chosen)
             return (accepted - 1).clamp_min(0), following
 
-        monkeypatch.setattr(engine_module, "accept_matching", accept)
+        monkeypatch.setattr(round_module, "accept_matching", accept)
         assert differences(plain, forced(engine, request, plain, 3, 3))

@@ -18,8 +18,9 @@ from tiny import tiny_model
 from selfspec_tune.artifact import EXIT_HEAD_FILE, fingerprint
 from selfspec_tune.decode.drafters import Draft
 from selfspec_tune.decode.drafters.exit_head import ExitHeadDrafter
-from selfspec_tune.decode.engine import Completion, Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.requests import Completion, Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.cache import SharedKVCache

@@ -12,8 +12,9 @@ from selfspec_tune.decode.drafters import Draft, Drafter, Source
 from selfspec_tune.decode.drafters.hybrid import HybridDrafter
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
 from selfspec_tune.decode.drafters.prompt_lookup import PromptLookupDrafter
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.model.decoder import LayeredDecoder
 

@@ -9,9 +9,10 @@ from tiny import tiny_model
 
 from selfspec_tune.decode.drafters import low_precision
 from selfspec_tune.decode.drafters.low_precision import LowPrecisionDrafter
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftPolicy
 from selfspec_tune.decode.price import draft_costs
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import LayeredDecoder

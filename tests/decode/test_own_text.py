@@ -6,8 +6,9 @@ import pytest
 from tiny import END, byte_tokenizer, tiny_model
 from tokenizers.processors import TemplateProcessing
 
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.own_text import own_tokens, text_tokens
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import LayeredDecoder

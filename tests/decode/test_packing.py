@@ -13,9 +13,10 @@ from selfspec_tune.config import DecodeConfig
 from selfspec_tune.decode.drafters import low_precision, packing
 from selfspec_tune.decode.drafters.low_precision import LowPrecisionDrafter
 from selfspec_tune.decode.drafters.packing import PackWhereFaster, product_seconds
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.plan import make_plan
 from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.model.load import load_tokenizer

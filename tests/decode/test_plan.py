@@ -13,10 +13,10 @@ from selfspec_tune.decode.drafters.hybrid import HybridDrafter
 from selfspec_tune.decode.drafters.low_precision import LowPrecisionDrafter
 from selfspec_tune.decode.drafters.make import DraftSettings
 from selfspec_tune.decode.drafters.prompt_lookup import PromptLookupDrafter
-from selfspec_tune.decode.engine import Request
 from selfspec_tune.decode.plan import DEFAULT_NUM_DRAFT_TOKENS, choose, make_plan
 from selfspec_tune.decode.policy import CostPolicy, DraftCosts, DraftPolicy
 from selfspec_tune.decode.price import measured_on
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import load_decoder

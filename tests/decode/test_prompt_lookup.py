@@ -14,8 +14,9 @@ from tiny import tiny_model
 from selfspec_tune.config import MAX_DRAFT_TOKENS
 from selfspec_tune.decode.drafters import Draft, Source
 from selfspec_tune.decode.drafters.prompt_lookup import LONGEST_MATCH, CopyIndex, PromptLookupDrafter
-from selfspec_tune.decode.engine import Completion, Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.requests import Completion, Request
 from selfspec_tune.decode.sampling import SamplingParams, distribution
 from selfspec_tune.model.decoder import LayeredDecoder
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from selfspec_tune.config import PromptConfig
-from selfspec_tune.decode import engine as engine_module
+from selfspec_tune.decode import round as round_module
 from selfspec_tune.decode.accept import accept_matching
 from selfspec_tune.decode.drafters import ChooseToken, Draft
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
-from selfspec_tune.decode.engine import Completion, Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.prompts import read_requests
+from selfspec_tune.decode.requests import Completion, Request
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder, load_decoder
@@ -112,7 +113,7 @@ class SkipsTheFinalNorm(LayerSkipDrafter):
 def test_accepting_a_wrong_token_is_caught(
     make_engine: Callable, requests: list[Request], numerics: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "accept_matching", accepts_one_too_many)
+    monkeypatch.setattr(round_module, "accept_matching", accepts_one_too_many)
     found = check(make_engine(numerics=numerics), requests[1:])
     assert not found.passed and found.differing_tokens > 0 and not found.bitwise_logits
     first = found.first_difference
@@ -171,7 +172,7 @@ def test_what_is_slow_but_right_passes(
     bad = check(make_engine(), requests[1:], SkipsTheFinalNorm)
     assert bad.passed and bad.accepted == 0
     good = check(make_engine(), requests[1:])
-    monkeypatch.setattr(engine_module, "accept_matching", accepts_one_too_few)
+    monkeypatch.setattr(round_module, "accept_matching", accepts_one_too_few)
     slow = check(make_engine(), requests[1:])
     assert slow.passed and slow.accepted < good.accepted
 

@@ -320,11 +320,11 @@ def test_sampling_is_tested_on_the_prompts_by_default_and_counts(copy: Path, mak
 def test_a_sampler_that_is_not_lossless_fails_the_gate(
     copy: Path, make_config: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from selfspec_tune.decode import engine
+    from selfspec_tune.decode import round as round_module
 
-    real = engine.accept_ratio
+    real = round_module.accept_ratio
     # Accepts every draft token, whatever the target says of it.
-    monkeypatch.setattr(engine, "accept_ratio", lambda d, q, p, u, last: real(d, q, p, u * 0, last))
+    monkeypatch.setattr(round_module, "accept_ratio", lambda d, q, p, u, last: real(d, q, p, u * 0, last))
     verdict, _ = report.run(str(copy), make_config(base=None, text=(), sampling_texts=90))
     assert (verdict["lossless"]["status"], verdict["sampling"]["status"]) == ("passed", "failed")
     assert verdict["status"] == "failed"

@@ -15,14 +15,16 @@ import torch
 from tiny import tiny_model
 from torch import Tensor
 
-from selfspec_tune.decode import engine as engine_module
+from selfspec_tune.decode import round as round_module
 from selfspec_tune.decode.accept import accept_ratio
 from selfspec_tune.decode.drafters import Drafter
 from selfspec_tune.decode.drafters.hybrid import HybridDrafter
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
 from selfspec_tune.decode.drafters.low_precision import LowPrecisionDrafter
 from selfspec_tune.decode.drafters.prompt_lookup import PromptLookupDrafter
-from selfspec_tune.decode.engine import Completion, Engine, Request
+from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.noises import Noises
+from selfspec_tune.decode.requests import Completion, Request
 from selfspec_tune.decode.sampling import Noise, SamplingParams, distribution, draw
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import LayeredDecoder
@@ -109,12 +111,12 @@ def rejection_drawn_from_p(drafted: Tensor, draft: Tensor, target: Tensor, unifo
 
 def draft_at_another_temperature(run: Any, logits: Tensor, offset: int) -> tuple[Tensor, Tensor]:
     colder = replace(run.params, temperature=0.6 * run.params.temperature)
-    return draw(distribution(logits, colder), run._uniforms(1)[:, 0]), distribution(logits, run.params)
+    return draw(distribution(logits, colder), run.uniform(1)[:, 0]), distribution(logits, run.params)
 
 
 def q_before_truncation(run: Any, logits: Tensor, offset: int) -> tuple[Tensor, Tensor]:
     whole = replace(run.params, top_k=0, top_p=1.0)
-    return draw(distribution(logits, run.params), run._uniforms(1)[:, 0]), distribution(logits, whole)
+    return draw(distribution(logits, run.params), run.uniform(1)[:, 0]), distribution(logits, whole)
 
 
 FAULTS: dict[str, tuple[Callable[..., Any], SamplingParams, int, str]] = {
@@ -129,12 +131,17 @@ FAULTS: dict[str, tuple[Callable[..., Any], SamplingParams, int, str]] = {
 
 def plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any]) -> None:
     if fault in (draft_at_another_temperature, q_before_truncation):
-        genuine = engine_module._Run._choose_draft
-        # Shared noise is left as it is.
-        chosen = lambda run, *rest: (genuine if run.params.reproducible else fault)(run, *rest)  # noqa: E731
-        monkeypatch.setattr(engine_module._Run, "_choose_draft", chosen)
+        genuine = round_module.Round._choose
+
+        def chosen(now: round_module.Round, logits: torch.Tensor, offset: int, *, confident: bool) -> Any:
+            # Shared noise is left as it is.
+            if now.params.reproducible:
+                return genuine(now, logits, offset, confident=confident)
+            return fault(now, logits, offset)
+
+        monkeypatch.setattr(round_module.Round, "_choose", chosen)
     else:
-        monkeypatch.setattr(engine_module, "accept_ratio", fault)
+        monkeypatch.setattr(round_module, "accept_ratio", fault)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -155,9 +162,9 @@ def test_a_token_that_cannot_occur_is_seen(decoder: LayeredDecoder, monkeypatch:
 
 
 def test_noise_of_another_position_is_seen(decoder: LayeredDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    genuine = engine_module._Run._draw_shared
-    shifted = lambda run, p, offset: genuine(run, p, offset + (offset == 2))  # noqa: E731
-    monkeypatch.setattr(engine_module._Run, "_draw_shared", shifted)
+    genuine = Noises.gumbel
+    shifted = lambda noises, offset, size: genuine(noises, offset + (offset == 2), size)  # noqa: E731
+    monkeypatch.setattr(Noises, "gumbel", shifted)
     found = check(decoder, PLAIN, 1)
     first = found.first_difference
     assert found.status == "failed" and first is not None and not first.rounding

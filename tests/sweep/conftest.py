@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from tiny import tiny_model
 
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.model.cache import SharedKVCache
 from selfspec_tune.model.decoder import LayeredDecoder
 

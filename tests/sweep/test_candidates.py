@@ -13,9 +13,10 @@ from tiny import END, VOCAB
 
 from selfspec_tune.config import SweepConfig
 from selfspec_tune.decode.drafters.make import DraftSettings
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftCosts
 from selfspec_tune.decode.price import KnownCosts
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.model.decoder import LayeredDecoder, load_decoder

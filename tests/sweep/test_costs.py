@@ -12,8 +12,9 @@ import pytest
 
 from selfspec_tune.config import SweepConfig
 from selfspec_tune.decode.drafters.prompt_lookup import PromptLookupDrafter
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftCosts
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import LayeredDecoder

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from selfspec_tune.config import SweepConfig
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.model.decoder import load_decoder
 from selfspec_tune.sweep import costs as costs_module
 from selfspec_tune.sweep import select

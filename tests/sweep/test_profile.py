@@ -13,8 +13,9 @@ import torch
 from tiny import tiny_model
 
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams, distribution
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.cache import SharedKVCache

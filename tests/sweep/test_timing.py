@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.model.decoder import LayeredDecoder

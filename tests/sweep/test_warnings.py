@@ -13,7 +13,8 @@ from torch import Tensor
 from selfspec_tune.config import SweepConfig
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
 from selfspec_tune.decode.drafters.make import DraftSettings
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.sweep import timing, warnings

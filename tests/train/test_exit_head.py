@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from selfspec_tune.artifact import EXIT_HEAD_FILE, fingerprint
 from selfspec_tune.config import TrainConfig
 from selfspec_tune.decode.drafters.exit_head import ExitHeadDrafter
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import LayeredDecoder

@@ -65,6 +65,8 @@ class Drafter:
 
     name: str = ""
     exit_layer: int | None = None
+    reads_text: bool = True
+    """Whether it must know what was emitted (`extend`) before it drafts again; else rounds may be launched ahead."""
 
     @property
     def num_bytes(self) -> int:
@@ -88,6 +90,10 @@ class Drafter:
     def parts(self) -> list[Drafter]:
         """Return the drafters whose costs are to be known."""
         return [self]
+
+    def part(self, source: Source) -> Drafter:
+        """Return the drafter that a source of this one's is of."""
+        return self
 
     def sources(self) -> list[Source]:
         """Return what could be drafted in the coming round; empty if nothing."""

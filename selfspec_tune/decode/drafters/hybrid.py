@@ -49,6 +49,10 @@ class HybridDrafter(Drafter):
         """Return both drafters."""
         return [self.copy, self.other]
 
+    def part(self, source: Source) -> Drafter:
+        """Return the drafter that offered a source."""
+        return self.copy if source.drafter == self.copy.name else self.other
+
     def sources(self) -> list[Source]:
         """Return the sources of `copy`, then those of `other`."""
         return [*self.copy.sources(), *self.other.sources()]
@@ -57,5 +61,4 @@ class HybridDrafter(Drafter):
         self, last: Tensor, cache: SharedKVCache, k: int, choose: ChooseToken, source: Source, enough: Enough = never
     ) -> Draft:
         """Return the draft of the drafter that offered `source`."""
-        drafter = self.copy if source.drafter == self.copy.name else self.other
-        return drafter.propose(last, cache, k, choose, source, enough)
+        return self.part(source).propose(last, cache, k, choose, source, enough)

@@ -22,6 +22,7 @@ class LayerSkipDrafter(Drafter):
     """
 
     name = "layer-skip"
+    reads_text = False
 
     def __init__(self, decoder: LayeredDecoder, exit_layer: int, vocab: Tensor | None = None) -> None:
         if not 1 <= exit_layer < decoder.num_layers:

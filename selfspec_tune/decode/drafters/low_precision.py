@@ -49,6 +49,7 @@ class LowPrecisionDrafter(Drafter):
     """
 
     name = "low-precision"
+    reads_text = False
 
     def __init__(
         self,

@@ -1,0 +1,125 @@
+"""How rounds are launched: one after another as they are written, or recorded; from which the host reads numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+from selfspec_tune.config import MAX_DRAFT_TOKENS
+from selfspec_tune.decode.drafters import Draft, Drafter, Enough, Source, never
+from selfspec_tune.decode.graphs import HostCopy, RecordedRounds
+from selfspec_tune.decode.noises import Noises
+from selfspec_tune.decode.round import Outcome, Round
+from selfspec_tune.decode.sampling import SamplingParams
+from selfspec_tune.model.cache import SharedKVCache
+from selfspec_tune.model.decoder import LayeredDecoder
+
+
+class Launched:
+    """A round that was launched.
+
+    Attributes:
+        source: what drafted, None for a plain step.
+        most: tokens it can emit at most, k + 1.
+        logits: fp32 [B, k + 1, V]; they hold until the next round is launched.
+    """
+
+    def __init__(self, source: Source | None, outcome: Outcome) -> None:
+        self.source, self.logits = source, outcome.logits
+        self.most = outcome.logits.shape[1]
+        self._numbers = HostCopy(outcome.numbers)
+
+    def read(self) -> tuple[list[list[int]], list[int], list[int], list[int]]:
+        """Return of every row its drafted tokens, how many were accepted, the token after them, and `committed`."""
+        *drafted, accepted, following, committed = self._numbers.read().T.tolist()
+        drafts = [list(tokens) for tokens in zip(*drafted, strict=True)] if drafted else [[] for _ in accepted]
+        return drafts, accepted, following, committed
+
+
+class Rounds:
+    """Launches rounds on one cache with one way to choose tokens.
+
+    Args:
+        decoder, cache, params: see `Round`.
+    """
+
+    def __init__(self, decoder: LayeredDecoder, cache: SharedKVCache, params: SamplingParams) -> None:
+        self.cache, self.params, self.decoder = cache, params, decoder
+        self.noises = Noises(cache.batch_size, decoder.device)
+        self.round = Round(decoder, cache, params, self.noises)
+        self._memory = cache.keys.data_ptr()
+        self._active: list[int] = []
+        self.recorded = RecordedRounds() if can_record(decoder, params) else None
+        if self.recorded is not None:
+            self.round.uniform = self.noises.prepared
+        self._recorded_of: Drafter | None = None
+        shape = (cache.batch_size, MAX_DRAFT_TOKENS)
+        self._given = torch.zeros(shape, dtype=torch.long, device=decoder.device)
+
+    def serve(self, cache: SharedKVCache, params: SamplingParams) -> bool:
+        """Whether these rounds are on this cache, where its memory is now, and choose tokens so."""
+        return self.cache is cache and self.params == params and self._memory == cache.keys.data_ptr()
+
+    def start(self, drafter: Drafter | None) -> None:
+        """Begin new requests: no row is active. Rounds recorded with another drafter are dropped."""
+        self.activate([])
+        self.round.last.zero_()
+        if self.recorded is not None and drafter is not None and drafter is not self._recorded_of:
+            self.recorded, self._recorded_of = RecordedRounds(), drafter
+
+    def activate(self, rows: list[int]) -> None:
+        """Say which rows are unfinished."""
+        if rows != self._active:
+            self._active = list(rows)
+            flags = torch.tensor([row in rows for row in range(self.cache.batch_size)])
+            if self.decoder.device.type == "cuda":
+                flags = flags.pin_memory()
+            self.round.active.copy_(flags, non_blocking=True)
+
+    def plain(self) -> Launched:
+        """Launch a plain step."""
+        if self.recorded is None:
+            return Launched(None, self.round.finish(None))
+        return Launched(None, self._replay(("plain", self.decoder.tap), 1, lambda: self.round.finish(None)))
+
+    def speculative(self, drafter: Drafter, source: Source, k: int) -> Launched:
+        """Launch a round of k tokens, which are drafted without asking how sure the draft is."""
+        if self.recorded is None:
+            return self.verify(source, self.draft(drafter, source, k, None))
+        part = drafter.part(source)
+        if part.reads_text:
+            # The host copies; only verification can be recorded, with the tokens in memory that stays where it is.
+            given = Draft(self._given[:, :k], None, None, 0)
+            given.tokens.copy_(part.propose(self.round.last, self.cache, k, _refuse, source).tokens)
+            kind = ("given", self.decoder.tap, k)
+            return Launched(source, self._replay(kind, k + 1, lambda: self.round.finish(given)))
+
+        def body() -> Outcome:
+            return self.round.finish(self.round.draft(drafter, source, k, never, confident=False))
+
+        return Launched(source, self._replay((source, drafter.exit_layer, k), 2 * k + 1, body))
+
+    def draft(self, drafter: Drafter, source: Source, k: int, enough: Enough | None) -> Draft:
+        """Draft k tokens, or fewer if `enough`."""
+        return self.round.draft(drafter, source, k, enough or never, confident=enough is not None)
+
+    def verify(self, source: Source, draft: Draft) -> Launched:
+        """Verify a draft, accept and commit."""
+        return Launched(source, self.round.finish(draft))
+
+    def _replay(self, kind: Hashable, uniforms: int, body: Callable[[], Outcome]) -> Outcome:
+        assert self.recorded is not None
+        if not self.params.greedy:
+            self.noises.prepare(uniforms)
+        return self.recorded.run(kind, body)
+
+
+def can_record(decoder: LayeredDecoder, params: SamplingParams) -> bool:
+    """Whether rounds read nothing on the host. Shared noise is made there, for positions that the host must know."""
+    return decoder.device.type == "cuda" and decoder.compiled and not params.reproducible
+
+
+def _refuse(logits: Tensor, offset: int) -> tuple[Tensor, Tensor | None]:
+    raise AssertionError("a drafter that copies text chooses no token from logits")
