@@ -7,38 +7,50 @@ rows' state (`Round`), prepared random numbers, copied tokens. No GPU has run th
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from selfspec_tune.decode.round import Outcome
+from selfspec_tune.model.decoder import LayeredDecoder
+
+Result = TypeVar("Result")
 
 
-class RecordedRounds:
-    """CUDA graphs by kind of round: (source, exit, k), for one batch size and one cache.
+class Recordings:
+    """CUDA graphs by kind of call, for calls that take nothing and leave their tensors where they are.
 
-    The first round of a kind runs as it is written, which compiles its kernels; the second is recorded, and from then
-    on it is replayed. Graphs share one memory pool: an outcome holds until the next round is launched.
+    The first call of a kind runs as it is written, which compiles its kernels; the second is recorded, and from then on
+    it is replayed. Graphs share one memory pool: a result holds until the next call of any kind.
+
+    Args:
+        active: False runs every call as it is written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, active: bool) -> None:
+        self.active = active
         self._seen: set[Hashable] = set()
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Outcome]] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if active else None
 
-    def run(self, kind: Hashable, body: Callable[[], Outcome]) -> Outcome:
-        """Run a round of a kind; `body` must do the same for every round of it, and read nothing on the host."""
-        if kind not in self._seen:
+    def run(self, kind: Hashable, body: Callable[[], Result]) -> Result:
+        """Make a call of a kind; `body` does the same at every call of it, and reads nothing on the host."""
+        if not self.active or kind not in self._seen:
             self._seen.add(kind)
             return body()
         if kind not in self._graphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                outcome = body()
-            self._graphs[kind] = graph, outcome
-        graph, outcome = self._graphs[kind]
+                result = body()
+            self._graphs[kind] = graph, result
+        graph, result = self._graphs[kind]
         graph.replay()
-        return outcome
+        return result
+
+
+def recordings(decoder: LayeredDecoder) -> Recordings:
+    """Return an empty collection, active where a decoder's passes read nothing on the host of a GPU."""
+    return Recordings(active=decoder.device.type == "cuda" and decoder.compiled)
 
 
 class HostCopy:

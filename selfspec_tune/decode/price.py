@@ -19,8 +19,9 @@ from torch import Tensor
 from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import MAX_DRAFT_TOKENS
 from selfspec_tune.decode.accept import accept_matching, accept_ratio
-from selfspec_tune.decode.drafters import Draft, Drafter, Source
+from selfspec_tune.decode.drafters import Draft, Drafter, Source, never
 from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.graphs import recordings
 from selfspec_tune.decode.policy import ContextCosts, DraftCosts
 from selfspec_tune.decode.sampling import GREEDY, SamplingParams, distribution, draw
 from selfspec_tune.decode.verify import step_plain, verify
@@ -46,6 +47,7 @@ def plain_step_seconds(
     kinds = {"exact": exact_rows[0]} if exact_rows else {}
     kinds["fast"] = ANY_ROWS
     cache = decoder.new_cache(batch_size, context_length + 1)
+    cache.expected, recorded = context_length + 1, recordings(decoder)
     last = torch.zeros(batch_size, dtype=torch.long, device=decoder.device)
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     rows_before, exact_before = decoder.rows, decoder.exact
@@ -55,7 +57,7 @@ def plain_step_seconds(
                 decoder.rows, decoder.exact = rows, name == "exact"
                 cache.committed.fill_(context_length)
                 begin = time.perf_counter()
-                step_plain(decoder, cache, last).argmax(-1).tolist()
+                recorded.run(name, lambda: step_plain(decoder, cache, last).argmax(-1)).tolist()
                 if repeat >= 2:
                     seconds[name].append(time.perf_counter() - begin)
             progress("timing plain steps", repeat + 1, repeats + 2)
@@ -174,26 +176,31 @@ def draft_costs(
     text = ([2, 3, 4, 5] * context_length)[:context_length]
     seconds: dict[str, list[float]] = {}
 
+    recorded = recordings(decoder)
+
     def timed(name: str, run: Callable[[], Tensor]) -> Tensor:
         begin = time.perf_counter()
-        result = run()
+        result = run() if drafter.reads_text and name.startswith("draft") else recorded.run(name, run)
         result.flatten()[-1].item()  # waits for the device
         seconds.setdefault(name, []).append(time.perf_counter() - begin)
         return result
 
     with torch.inference_mode():
         cache, last = engine.ready([text] * engine.batch_size, drafter)
+        cache.expected = context_length + MAX_DRAFT_TOKENS + 1
         for repeat in range(repeats + 2):
             cache.committed.fill_(context_length)
             timed("plain", lambda: accept_any(step_plain(decoder, cache, last), last[:, None][:, :0], None, params)[1])
             source = (drafter.sources() or [Source(drafter.name)])[0]
             for k in (1, 4):
-                timed(f"draft {k}", partial(_propose, drafter, last, cache, k, source, params))
+                # Where rounds are recorded, nobody asks how sure the draft is.
+                asked = not recorded.active
+                timed(f"draft {k}", partial(_propose, drafter, last, cache, k, source, params, asked=asked))
             draft = drafter.propose(last, cache, MAX_DRAFT_TOKENS, _Chooser(params), source)
             for k in TIMED_VERIFICATIONS:
                 timed(f"verify {k}", partial(_verify, decoder, cache, last, draft, k, params))
             progress("timing the draft", repeat + 1, repeats + 2)
-    decoder.tap = None
+    decoder.tap, cache.expected = None, None
     # Ratios repeat by repeat: what slows the machine down for a while slows both sides.
     plain = seconds["plain"][2:]
     ratios = {name: [t / unit for t, unit in zip(values[2:], plain, strict=True)] for name, values in seconds.items()}
@@ -228,10 +235,10 @@ class _Chooser:
 
 
 def _propose(
-    drafter: Drafter, last: Tensor, cache: SharedKVCache, k: int, source: Source, params: SamplingParams
+    drafter: Drafter, last: Tensor, cache: SharedKVCache, k: int, source: Source, params: SamplingParams, *, asked: bool
 ) -> Tensor:
     chooser = _Chooser(params)
-    return drafter.propose(last, cache, k, chooser, source, chooser.enough).tokens
+    return drafter.propose(last, cache, k, chooser, source, chooser.enough if asked else never).tokens
 
 
 def _verify(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from selfspec_tune.config import MAX_DRAFT_TOKENS
 from selfspec_tune.decode.drafters import Draft, Drafter, Enough, Source, never
-from selfspec_tune.decode.graphs import HostCopy, RecordedRounds
+from selfspec_tune.decode.graphs import HostCopy, Recordings, recordings
 from selfspec_tune.decode.noises import Noises
 from selfspec_tune.decode.round import Outcome, Round
 from selfspec_tune.decode.sampling import SamplingParams
@@ -51,8 +51,8 @@ class Rounds:
         self.round = Round(decoder, cache, params, self.noises)
         self._memory = cache.keys.data_ptr()
         self._active: list[int] = []
-        self.recorded = RecordedRounds() if can_record(decoder, params) else None
-        if self.recorded is not None:
+        self.recorded = self._record()
+        if self.recorded.active:
             self.round.uniform = self.noises.prepared
         self._recorded_of: Drafter | None = None
         shape = (cache.batch_size, MAX_DRAFT_TOKENS)
@@ -66,8 +66,8 @@ class Rounds:
         """Begin new requests: no row is active. Rounds recorded with another drafter are dropped."""
         self.activate([])
         self.round.last.zero_()
-        if self.recorded is not None and drafter is not None and drafter is not self._recorded_of:
-            self.recorded, self._recorded_of = RecordedRounds(), drafter
+        if drafter is not None and drafter is not self._recorded_of:
+            self.recorded, self._recorded_of = self._record(), drafter
 
     def activate(self, rows: list[int]) -> None:
         """Say which rows are unfinished."""
@@ -80,13 +80,11 @@ class Rounds:
 
     def plain(self) -> Launched:
         """Launch a plain step."""
-        if self.recorded is None:
-            return Launched(None, self.round.finish(None))
         return Launched(None, self._replay(("plain", self.decoder.tap), 1, lambda: self.round.finish(None)))
 
     def speculative(self, drafter: Drafter, source: Source, k: int) -> Launched:
         """Launch a round of k tokens, which are drafted without asking how sure the draft is."""
-        if self.recorded is None:
+        if not self.recorded.active:
             return self.verify(source, self.draft(drafter, source, k, None))
         part = drafter.part(source)
         if part.reads_text:
@@ -109,16 +107,14 @@ class Rounds:
         """Verify a draft, accept and commit."""
         return Launched(source, self.round.finish(draft))
 
+    def _record(self) -> Recordings:
+        # Shared noise is made on the host, for positions that it must know.
+        return Recordings(active=False) if self.params.reproducible else recordings(self.decoder)
+
     def _replay(self, kind: Hashable, uniforms: int, body: Callable[[], Outcome]) -> Outcome:
-        assert self.recorded is not None
-        if not self.params.greedy:
+        if self.recorded.active and not self.params.greedy:
             self.noises.prepare(uniforms)
         return self.recorded.run(kind, body)
-
-
-def can_record(decoder: LayeredDecoder, params: SamplingParams) -> bool:
-    """Whether rounds read nothing on the host. Shared noise is made there, for positions that the host must know."""
-    return decoder.device.type == "cuda" and decoder.compiled and not params.reproducible
 
 
 def _refuse(logits: Tensor, offset: int) -> tuple[Tensor, Tensor | None]:

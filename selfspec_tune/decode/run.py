@@ -144,7 +144,7 @@ class Run:
         else:
             assert self.drafter is not None
             source, k = planned
-            if self._lag or rounds.recorded is not None:
+            if self._lag or rounds.recorded.active:
                 launched = rounds.speculative(self.drafter, source, k)
             else:
                 enough = partial(self._enough, rounds, source) if self.policy.wants_confidence else None

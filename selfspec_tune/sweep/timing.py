@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
 from selfspec_tune.decode.engine import Engine, certified_rows
+from selfspec_tune.decode.graphs import recordings
 from selfspec_tune.decode.policy import DraftPolicy
 from selfspec_tune.decode.price import accept_any, plain_step_seconds
 from selfspec_tune.decode.requests import Request
@@ -91,6 +93,8 @@ class Bench:
         self.counts = range(1, max_draft_tokens + 2)
         self.cache = decoder.new_cache(batch_size, context_length + max_draft_tokens + 1)
         self.cache.committed += context_length
+        self.cache.expected = self.cache.capacity
+        self._recorded = recordings(decoder)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(decoder.family.vocab_size, (batch_size, max_draft_tokens + 1), generator=generator)
         self.tokens = tokens.to(decoder.device)
@@ -110,7 +114,8 @@ class Bench:
         does not. In this order such a clock gives a plain step's layers to later pieces, and the sum of its own shows
         it; were they timed just before the verification of one row, that would be given them, and the sum look right.
         """
-        pieces: dict[str, Callable[[], object]] = {"plain": self.plain_step}
+        pieces: dict[str, Callable[[], Any]] = {"plain": self.plain_step}
+        read = {"plain", *(f"verify head, {rows} rows" for rows in self.counts)}
         for rows in self.counts:
             padded = self.decoder.rows.padded(rows)
             pieces[f"verify head, {rows} rows"] = partial(self.verify_head, rows)
@@ -118,11 +123,13 @@ class Bench:
             pieces.setdefault(f"all layers, {padded} rows", partial(self.run_layers, rows, self.decoder.num_layers))
         pieces["embed"] = partial(self.decoder.embed, self.tokens[:, :1])
         pieces["draft head"] = self.draft_head
-        return pieces
+        # On a GPU as decoding runs them: recorded.
+        recorded = {name: partial(self._recorded.run, name, piece) for name, piece in pieces.items()}
+        return {name: partial(_read, piece) if name in read else piece for name, piece in recorded.items()}
 
-    def plain_step(self) -> None:
-        """One step of plain decoding up to the token on the host."""
-        self._accept(step_plain(self.decoder, self.cache, self.tokens[:, 0]))
+    def plain_step(self) -> tuple[Tensor, Tensor]:
+        """One step of plain decoding."""
+        return self._accept(step_plain(self.decoder, self.cache, self.tokens[:, 0]))
 
     def run_layers(self, rows: int, count: int) -> Tensor:
         """One pass of `rows` rows over the first `count` layers."""
@@ -135,16 +142,20 @@ class Bench:
             return logits.argmax(-1)
         return draw(distribution(logits, self.params), self.uniform[:, 0])
 
-    def verify_head(self, rows: int) -> None:
+    def verify_head(self, rows: int) -> tuple[Tensor, Tensor]:
         """Norm, head and acceptance of `rows` − 1 draft tokens."""
-        self._accept(self.decoder.logits(self.hidden[:, :rows]))
+        return self._accept(self.decoder.logits(self.hidden[:, :rows]))
 
-    def _accept(self, logits: Tensor) -> None:
-        """Accept any draft of as many tokens as fit [1, k + 1, V] logits, up to the result on the host."""
+    def _accept(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Accept any draft of as many tokens as fit [1, k + 1, V] logits."""
         k = logits.shape[1] - 1
-        drafted = self.tokens[:, :k]
-        for result in accept_any(logits, drafted, self.draft[:, :k], self.params):
-            result.tolist()
+        return accept_any(logits, self.tokens[:, :k], self.draft[:, :k], self.params)
+
+
+def _read(piece: Callable[[], tuple[Tensor, Tensor]]) -> None:
+    """Run a piece up to its result on the host."""
+    for result in piece():
+        result.tolist()
 
 
 def sample_in_turn(

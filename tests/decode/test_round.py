@@ -246,6 +246,7 @@ class Rerun:
     """In place of CUDA graphs: runs every round as it is written, and notes of what kind it was."""
 
     kinds: list[Hashable]
+    active = True
 
     def __init__(self) -> None:
         Rerun.kinds = []
@@ -266,8 +267,7 @@ def test_rounds_as_they_are_recorded_give_the_same_text(decoder, name, params, m
     texts, settings = [], (requests(2, 60), params)
     for recorded in (False, True):
         if recorded:
-            monkeypatch.setattr(rounds_module, "can_record", lambda decoder, params: True)
-            monkeypatch.setattr(rounds_module, "RecordedRounds", Rerun)
+            monkeypatch.setattr(rounds_module, "recordings", lambda decoder: Rerun())
         drafter = makers[name](decoder)
         engine = Engine(decoder, batch_size=2, ahead=False)
         completions, stats = engine.generate(*settings, drafter, DraftPolicy(K if drafter else 0))
