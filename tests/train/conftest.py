@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from selfspec_tune.config import TrainConfig
+from selfspec_tune.train.loop import train
 
 WORDS = (
     "the",
@@ -162,3 +163,13 @@ def digits(tmp_path_factory: pytest.TempPathFactory, jsonl: Callable[..., Path])
     """General text, unlike the corpus."""
     file = tmp_path_factory.mktemp("general") / "digits.jsonl"
     return jsonl(file, [{"text": f"{n * 7919:010d} " * 6} for n in range(200)])
+
+
+@pytest.fixture(scope="session")
+def learnt(tiny: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model after it has learnt the general text: training on the corpus makes it forget."""
+    output = tmp_path_factory.mktemp("learnt") / "base"
+    options: dict[str, Any] = {"sequence_length": 48, "max_steps": 40, "learning_rate": 5e-3, "eval_sequences": 2}
+    options |= {"exits": (2,), "exit_loss_weight": 0.1}
+    train(TrainConfig(model=str(tiny), output=output, train_data=(str(digits),), device="cpu", **options))
+    return output

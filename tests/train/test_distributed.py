@@ -108,6 +108,36 @@ def test_two_processes_stopped_and_resumed_train_as_one(
     assert_same_checkpoint(output, alone)
 
 
+@needs_fork
+def test_two_processes_train_adapters_and_scale_them_back_as_one(
+    make_config: Make, tmp_path: Path, corpus: Path, learnt: Path, digits: Path
+) -> None:
+    """With the base in the same weights, an anchor's pass, and a budget that the last weights are beyond."""
+    kinds = {"alone": (1, {}), "ddp": (2, {}), "fsdp2": (2, SHARDED)}
+    changes: dict[str, Any] = {
+        "model": str(learnt),
+        "lora_rank": 4,
+        "anchor_data": (str(corpus / "train.jsonl"),),
+        "general_data": (str(digits),),
+        "learning_rate": 3e-2,
+        "over_budget": "shrink",
+        "max_perplexity_increase": "10%",
+        "layer_dropout": 0.2,
+        "eval_every": 100,
+    }
+    outputs = {name: tmp_path / name / "out" for name in kinds}
+    for name, (ranks, environment) in kinds.items():
+        sizes = {"batch_size": 4 // ranks, "anchor_batch_size": 2 // ranks, "output": outputs[name]}
+        config = make_config(**{**HARD, **changes, **sizes})
+        outputs[name].parent.mkdir()
+        codes = run_ranks(lambda rank, config=config: train(config), ranks, tmp_path / name, environment)
+        assert codes == [0] * ranks, logs(tmp_path / name)
+    for name in ("ddp", "fsdp2"):
+        assert values(outputs[name], "loss") == pytest.approx(values(outputs["alone"], "loss"), rel=1e-5)
+        assert values(outputs[name], "share_kept") == values(outputs["alone"], "share_kept") != []
+        assert_same_checkpoint(outputs[name], outputs["alone"])
+
+
 def assert_same_checkpoint(output: Path, other: Path) -> None:
     from safetensors.torch import load_file
 

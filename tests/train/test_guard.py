@@ -23,27 +23,6 @@ from selfspec_tune.train.step import Update
 Make = Callable[..., TrainConfig]
 
 
-@pytest.fixture(scope="module")
-def learnt(tiny: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model after it has learnt the general text: training on the corpus makes it forget."""
-    output = tmp_path_factory.mktemp("learnt") / "base"
-    train(
-        TrainConfig(
-            model=str(tiny),
-            output=output,
-            train_data=(str(digits),),
-            device="cpu",
-            sequence_length=48,
-            max_steps=40,
-            learning_rate=5e-3,
-            exits=(2,),
-            exit_loss_weight=0.1,
-            eval_sequences=2,
-        )
-    )
-    return output
-
-
 def weights(output: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 

@@ -24,15 +24,6 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
     return loaded
 
 
-@pytest.fixture(scope="module")
-def learnt(tiny: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model after it has learnt the general text: training on the corpus makes it forget."""
-    output = tmp_path_factory.mktemp("learnt") / "base"
-    options: dict[str, Any] = {"sequence_length": 48, "max_steps": 40, "learning_rate": 5e-3, "eval_sequences": 2}
-    train(TrainConfig(model=str(tiny), output=output, train_data=(str(digits),), device="cpu", exits=(2,), **options))
-    return output
-
-
 def test_weights_lie_on_the_line_from_the_base_to_those_trained() -> None:
     base, trained = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, -2.0])}
     assert interpolated(base, trained, 0.25)["w"].tolist() == [1.5, 1.0]
