@@ -28,6 +28,7 @@ from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import load_decoder
 from selfspec_tune.model.load import end_tokens, load_tokenizer
+from selfspec_tune.progress import Progress, silent
 from selfspec_tune.sweep.breakdown import score
 from selfspec_tune.sweep.confirm import seconds_per_token
 from selfspec_tune.sweep.costs import CostBook
@@ -57,7 +58,8 @@ def main() -> int:
     book = CostBook(engine, params, config)
     book.measure(prompts[0].request)
     cells = {(cell.exit_layer, cell.num_draft_tokens): cell for cell in score(profile, book.at(profile.context))}
-    ratios = speedups_in_turn(engine, [prompt.request for prompt in prompts] * options.rounds, params, exits, ks)
+    requests = [prompt.request for prompt in prompts] * options.rounds
+    ratios = speedups_in_turn(engine, requests, params, exits, ks, say)
     rows = [row(cells[key], found) for key, found in ratios.items()]
     report: dict[str, Any] = {
         "cells": rows,
@@ -73,7 +75,12 @@ def main() -> int:
 
 
 def speedups_in_turn(
-    engine: Engine, requests: Sequence[Request], params: SamplingParams, exits: Sequence[int], ks: Sequence[int]
+    engine: Engine,
+    requests: Sequence[Request],
+    params: SamplingParams,
+    exits: Sequence[int],
+    ks: Sequence[int],
+    progress: Progress = silent,
 ) -> dict[tuple[int, int], list[float]]:
     """Decode every request plainly and with layer skip of every exit and k in turn; return plain ÷ drafted times.
 
@@ -82,7 +89,7 @@ def speedups_in_turn(
     ratios: dict[tuple[int, int], list[float]] = {(e, k): [] for e in exits for k in ks}
     drafters = {exit_layer: LayerSkipDrafter(engine.decoder, exit_layer) for exit_layer in exits}
     for number, request in enumerate(requests):
-        print(f"{number + 1}/{len(requests)}", file=sys.stderr, flush=True)
+        progress("decode in turn", number, len(requests))
         for turn, (exit_layer, k) in enumerate(ratios):
             how = [(None, None), (drafters[exit_layer], DraftPolicy(k))]
             order = 1 if (number + turn) % 2 else -1
@@ -91,6 +98,11 @@ def speedups_in_turn(
                 plain, drafted = map(seconds_per_token, runs)
                 ratios[exit_layer, k].append(plain / drafted)
     return ratios
+
+
+def say(stage: str, done: int, total: int) -> None:
+    """Print a line of progress on stderr."""
+    print(f"{stage}: {done + 1}/{total}", file=sys.stderr, flush=True)
 
 
 def row(cell: Any, ratios: list[float]) -> dict[str, Any]:

@@ -5,8 +5,8 @@ on neither order nor what else was drawn; bits are equal across runs on one devi
 standard deviation of 4) and the embedding small beside what layers add: then the next token depends on far more than
 the last one, and greedy text neither repeats a token nor falls into a cycle, as that of random models does.
 
-`scale_late` scales what the layers from an exit E on add by a factor s (their o_proj and down_proj). α of layer skip at E
-is exactly 1 at s = 0 and falls as s grows; `synthetic_model` has the dial.
+`scale_late` scales what the layers from an exit E on add by a factor s (their o_proj and down_proj). α of layer skip at
+E is exactly 1 at s = 0 and falls as s grows; `synthetic_model` has the dial.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ TOLERANCES = {
     "sum in low precision": 2e-2,
     # fp32 products and sums of two terms; angles are the same on both sides.
     "rotation": 1e-5,
-    # fp32 sums over 32,000 probabilities of logits of up to 20.
-    "loss": 1e-5,
+    # exp of fp32 logarithms of up to 25, each known to 2e-6, and sums of 32,000 of them.
+    "loss": 3e-5,
 }
 """By what an op does: the largest error allowed, relative to the largest number of the result."""
 ROUNDED = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -133,13 +133,14 @@ def loss_reference(x: Inputs) -> Tensors:
 
 def cases(device: torch.device) -> Iterator[Case]:
     """Yield every op with its inputs."""
+    half = torch.float16 if device.type == "cuda" else torch.bfloat16  # nothing is compiled for fp16 on a CPU
     for kind, rows, dtype, around in (
         (None, 1, torch.bfloat16, ""),
         (None, 9, torch.bfloat16, "norm"),
         (None, 3, torch.bfloat16, "gated"),
         (None, 3, torch.float32, "norm"),
         ((8, 32), 1, torch.bfloat16, ""),
-        ((8, 32), 9, torch.float16, ""),
+        ((8, 32), 9, half, ""),
         ((4, 32), 1, torch.bfloat16, ""),
         ((4, 64), 5, torch.bfloat16, ""),
         ((4, 64), 3, torch.float32, "gated"),
@@ -177,22 +178,27 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 
 def error_of(case: Case, device: torch.device) -> float:
-    """Return the largest error relative to the largest number of each result, beyond one rounding; inf for NaN."""
+    """Return the largest error relative to the largest number of each result, beyond one rounding.
+
+    Raises:
+        ValueError: a result is not finite, or of another shape.
+    """
     worst = 0.0
     for ours, wanted in zip(case.op(case.inputs(device)), case.reference(case.inputs(device)), strict=True):
+        if ours.shape != wanted.shape or not bool(ours.isfinite().all()):
+            raise ValueError(f"a result is not finite, or {list(ours.shape)} instead of {list(wanted.shape)}")
         wide = wanted.double()
         error = (ours.double() - wide).abs() - ROUNDED[ours.dtype] * wide.abs()
-        relative = float(error.max() / wide.abs().max().clamp_min(1e-30))
-        worst = max(worst, relative) if relative == relative else float("inf")
+        worst = max(worst, float(error.max() / wide.abs().max().clamp_min(1e-30)))
     return worst
 
 
 @torch.inference_mode()
 def check_ops(bench: Bench, result: Result) -> None:
-    """Run every case and hold its error against its tolerance; one that fails is an error of infinity."""
+    """Run every case and hold its error against its tolerance; one that does not run is beyond any."""
     result.values["cases"] = found = []
     for case in cases(bench.device):
-        entry = {"name": case.name, "tolerance": TOLERANCES[case.tolerance], "why": case.tolerance}
+        entry: dict[str, Any] = {"name": case.name, "tolerance": TOLERANCES[case.tolerance], "why": case.tolerance}
         try:
             entry["error"] = error_of(case, bench.device)
         except Exception as error:  # an op that does not run is a finding, and the next one is to be tried

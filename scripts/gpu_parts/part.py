@@ -18,7 +18,10 @@ from typing import Any, Literal
 import torch
 from synthetic_weights import synthetic_model  # type: ignore[import-not-found]  # beside gpu_check.py, which runs this
 
-from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
+from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.sampling import GREEDY
 from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.sweep.timing import sample_in_turn
 
@@ -154,6 +157,15 @@ class Bench:
         weights = [weight for layer in range(decoder.num_layers) for weight, _ in decoder.products(layer)]
         slot = 2 * family.num_layers * family.num_kv_heads * family.head_size * decoder.dtype.itemsize
         return sum(weight.nbytes for weight in [*weights, decoder.head[0]]) + batch_size * live * slot
+
+
+def make_model(bench: Bench, result: Result) -> None:
+    """Make the model and decode a few tokens plainly and with layer skip, so that no other part pays for that."""
+    engine = bench.engine(1)
+    drafter = LayerSkipDrafter(bench.decoder, bench.sizes.exits[0])
+    for how in ((None, None), (drafter, DraftPolicy(bench.sizes.draft_lengths[0]))):
+        engine.generate([Request("0", bench.random_tokens(8), 8)], GREEDY, *how)
+    result.values["parameters"] = sum(weight.numel() for weight in bench.decoder.model.parameters())
 
 
 def run_part(work: Callable[[Bench, Result], None], bench: Bench, result: Result) -> None:

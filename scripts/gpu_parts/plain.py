@@ -76,7 +76,7 @@ def measure_compiled(model: Any, slots: int) -> Measure:
     """
     from transformers import StaticCache
 
-    kind = {"mode": "reduce-overhead"} if model.device.type == "cuda" else {"backend": "eager"}
+    kind: dict[str, Any] = {"mode": "reduce-overhead"} if model.device.type == "cuda" else {"backend": "eager"}
     compiled = torch.compile(model, fullgraph=True, **kind)
     cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     # One cache for all texts: what was compiled and recorded holds its addresses.
