@@ -52,7 +52,7 @@ PARTS = {
     "rows": Part(check_rows, "row counts with equal bits", 25),
     "exact": Part(check_exactness, "speculative against plain decoding, bit by bit", 105),
     "copy": Part(check_copy, "copy bandwidth", 10),
-    "plain": Part(check_plain, "plain decoding against the roofline", 80),
+    "plain": Part(check_plain, "plain decoding against the roofline", 120),
     "rounds": Part(check_rounds, "rounds against their pieces", 60),
     "speedups": Part(check_speedups, "speed-ups against their prediction", 80),
     "sizes": Part(check_sizes, "batch sizes and contexts", 45),

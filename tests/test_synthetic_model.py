@@ -61,9 +61,21 @@ def test_weights_depend_on_the_seed_and_the_tensors_name_alone(synthetic: Module
     assert differing(bits(first), bits(synthetic.synthetic_model("tiny", dtype=dtype))) == set()
     other = differing(bits(first), bits(synthetic.synthetic_model("tiny", dtype=dtype, seed=1)))
     assert other == {name for name in first.state_dict() if "norm" not in name}
+    assert not torch.equal(first.model.layers[0].mlp.up_proj.weight, first.model.layers[1].mlp.up_proj.weight)
     alone = torch.empty_like(first.model.layers[5].mlp.up_proj.weight)
     sys.modules["synthetic_weights"].fill(alone, "model.layers.5.mlp.up_proj.weight", first.config)
     assert torch.equal(alone, first.model.layers[5].mlp.up_proj.weight)
+
+
+def test_the_large_presets_have_the_size_they_are_named_for(synthetic: ModuleType) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for preset, billions, layers in (("7b", 6.738, 32), ("1b", 1.236, 16)):
+        config = sys.modules["synthetic_weights"].synthetic_config(preset)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        assert round(sum(weight.numel() for weight in model.parameters()) / 1e9, 3) == billions
+        assert len(model.model.layers) == layers and config.max_position_embeddings >= 16384 + 128
 
 
 def test_a_scale_leaves_no_trace_of_the_one_before(synthetic: ModuleType) -> None:

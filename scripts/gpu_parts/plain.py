@@ -63,8 +63,10 @@ def check_plain(bench: Bench, result: Result) -> None:
     try:
         [measured] = alternate({COMPILED: measure_compiled(decoder.model, slots)}, [request], 1)[COMPILED]
     except Exception as error:  # a compiler that is missing or refuses the model takes nothing from the figures above
-        result.skip(COMPILED, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        result.skip(COMPILED, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
         return
+    finally:
+        torch.compiler.reset()  # what was recorded holds memory
     result.values["tokens_per_second"][COMPILED] = 1 / measured
     result.values["of_roofline"][COMPILED] = 1 / measured / roofline
 
