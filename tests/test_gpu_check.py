@@ -103,7 +103,7 @@ def test_a_part_that_fails_or_overruns_keeps_what_it_found(check: ModuleType, be
 
     def linger(bench: Any, found: Any) -> None:
         found.values["before"] = 1
-        while True:
+        for _ in range(1000):  # if nothing stops it
             try:
                 time.sleep(0.01)
             except Exception:
@@ -133,6 +133,22 @@ def test_targets_are_judged_both_ways_and_count_when_not_measured(check: ModuleT
     assert (check.exit_code([unmeasured]), check.exit_code([unjudged])) == (1, 0)
     found = result(check, budget=0.0)
     assert not found.fits("a cell", 1.0) and found.skipped == ["a cell: 0 s left of 0"]
+
+
+def test_what_is_left_out_for_time_is_said(
+    check: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--tiny", "--device", "cpu", "--parts", "sizes,copy", "--output", str(tmp_path / "check.json")]
+    assert check.main([*arguments, "--seconds", "0"]) == 0
+    parts = json.loads((tmp_path / "check.json").read_text(encoding="utf-8"))["parts"]
+    assert [(part["name"], part["status"], part["values"]) for part in parts] == [
+        ("copy", "skipped", {}),
+        ("sizes", "skipped", {}),
+    ]
+    said = capsys.readouterr()
+    for name, part in zip(("copy", "sizes"), parts, strict=True):
+        assert "are up" in part["skipped"][0] and f"skipped in {name}: {part['skipped'][0]}" in said.out
+    assert said.err.count("skipped all of it") == 2
 
 
 def test_an_op_that_is_off_is_seen(check: ModuleType, bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def test_alpha_is_one_where_nothing_is_added_and_falls_as_more_is(synthetic: Mod
 def test_alphas_are_dialled_on_texts_that_are_no_loops(synthetic: ModuleType, engine: Engine) -> None:
     tried: dict[float, Any] = {}
     scales = []
-    for alpha in (0.7, 0.85, 0.95):
+    for alpha in (0.5, 0.7, 0.85, 0.95):
         dialled = synthetic.dial(engine, EXIT, alpha, prompts(synthetic), tried)
         assert dialled.reached and abs(dialled.alpha - alpha) <= 0.03
         # The weights are those it speaks of, on prompts that it did not see too, as far as these say.
@@ -113,7 +113,7 @@ def test_alphas_are_dialled_on_texts_that_are_no_loops(synthetic: ModuleType, en
         assert abs(profile_exits(engine, unseen, GREEDY, 1).alpha[EXIT] - alpha) < 0.15
         found = dialled.to_dict()
         assert found["distinct"] > 0.95
-        assert all(0.4 < each < 1 for each in found["alpha_by_prompt"])
+        assert all(0.3 < each < 1 for each in found["alpha_by_prompt"])
         scales.append(dialled.scale)
     assert scales == sorted(scales, reverse=True)
 
