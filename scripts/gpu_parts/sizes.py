@@ -54,7 +54,7 @@ FULL = Sizes(
     prompts=4,
     prompt_tokens=64,
     new_tokens=96,
-    copy_bytes=1 << 30,
+    copy_bytes=1 << 32,
 )
 TINY = Sizes(
     preset="tiny",
