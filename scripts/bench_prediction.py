@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -21,12 +22,13 @@ import torch
 
 from selfspec_tune.config import SweepConfig
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
-from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.engine import Engine, Request
 from selfspec_tune.decode.policy import DraftPolicy
 from selfspec_tune.decode.sampling import SamplingParams
 from selfspec_tune.errors import UserError
 from selfspec_tune.model.decoder import load_decoder
 from selfspec_tune.model.load import end_tokens, load_tokenizer
+from selfspec_tune.progress import Progress, silent
 from selfspec_tune.sweep.breakdown import score
 from selfspec_tune.sweep.confirm import seconds_per_token
 from selfspec_tune.sweep.costs import CostBook
@@ -56,17 +58,8 @@ def main() -> int:
     book = CostBook(engine, params, config)
     book.measure(prompts[0].request)
     cells = {(cell.exit_layer, cell.num_draft_tokens): cell for cell in score(profile, book.at(profile.context))}
-    ratios: dict[tuple[int, int], list[float]] = {(e, k): [] for e in exits for k in ks}
-    drafters = {exit_layer: LayerSkipDrafter(decoder, exit_layer) for exit_layer in exits}
-    for number, prompt in enumerate(prompts * options.rounds):
-        print(f"{number + 1}/{len(prompts) * options.rounds}", file=sys.stderr, flush=True)
-        for turn, (exit_layer, k) in enumerate(ratios):
-            how = [(None, None), (drafters[exit_layer], DraftPolicy(k))]
-            order = 1 if (number + turn) % 2 else -1
-            runs = [engine.generate([prompt.request], params, *each)[1] for each in how[::order]][::order]
-            if all(stats.emitted > 1 for stats in runs):
-                plain, drafted = map(seconds_per_token, runs)
-                ratios[exit_layer, k].append(plain / drafted)
+    requests = [prompt.request for prompt in prompts] * options.rounds
+    ratios = speedups_in_turn(engine, requests, params, exits, ks, say)
     rows = [row(cells[key], found) for key, found in ratios.items()]
     report: dict[str, Any] = {
         "cells": rows,
@@ -79,6 +72,37 @@ def main() -> int:
     }
     print(json.dumps(report)) if options.json else show(report)
     return 0
+
+
+def speedups_in_turn(
+    engine: Engine,
+    requests: Sequence[Request],
+    params: SamplingParams,
+    exits: Sequence[int],
+    ks: Sequence[int],
+    progress: Progress = silent,
+) -> dict[tuple[int, int], list[float]]:
+    """Decode every request plainly and with layer skip of every exit and k in turn; return plain ÷ drafted times.
+
+    Times are seconds per token without prefill. Requests that give no second token are left out.
+    """
+    ratios: dict[tuple[int, int], list[float]] = {(e, k): [] for e in exits for k in ks}
+    drafters = {exit_layer: LayerSkipDrafter(engine.decoder, exit_layer) for exit_layer in exits}
+    for number, request in enumerate(requests):
+        progress("decode in turn", number, len(requests))
+        for turn, (exit_layer, k) in enumerate(ratios):
+            how = [(None, None), (drafters[exit_layer], DraftPolicy(k))]
+            order = 1 if (number + turn) % 2 else -1
+            runs = [engine.generate([request], params, *each)[1] for each in how[::order]][::order]
+            if all(stats.emitted > 1 for stats in runs):
+                plain, drafted = map(seconds_per_token, runs)
+                ratios[exit_layer, k].append(plain / drafted)
+    return ratios
+
+
+def say(stage: str, done: int, total: int) -> None:
+    """Print a line of progress on stderr."""
+    print(f"{stage}: {done + 1}/{total}", file=sys.stderr, flush=True)
 
 
 def row(cell: Any, ratios: list[float]) -> dict[str, Any]:
