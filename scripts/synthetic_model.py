@@ -27,7 +27,8 @@ import torch
 from synthetic_weights import PRESETS, scale_late, synthetic_model  # type: ignore[import-not-found]  # beside this one
 
 from selfspec_tune.config import MAX_DRAFT_TOKENS
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import GREEDY
 from selfspec_tune.errors import UserError
 from selfspec_tune.files import atomic_writer

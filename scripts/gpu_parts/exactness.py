@@ -10,8 +10,9 @@ from synthetic_weights import scale_late  # type: ignore[import-not-found]  # be
 from selfspec_tune.config import MAX_DRAFT_TOKENS
 from selfspec_tune.decode.drafters import Drafter
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import GREEDY
 from selfspec_tune.model.rows import certify
 from selfspec_tune.regress.lossless import Lossless, find_difference

@@ -19,8 +19,9 @@ import torch
 from synthetic_weights import synthetic_model  # type: ignore[import-not-found]  # beside gpu_check.py, which runs this
 
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftPolicy
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import GREEDY
 from selfspec_tune.model.decoder import LayeredDecoder
 from selfspec_tune.sweep.timing import sample_in_turn

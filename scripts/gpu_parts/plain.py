@@ -22,7 +22,8 @@ from bench_plain import (  # type: ignore[import-not-found]  # beside gpu_check.
     synchronise,
 )
 
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.requests import Request
 
 from .part import Bench, Result
 

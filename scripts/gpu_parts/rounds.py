@@ -16,9 +16,10 @@ from synthetic_weights import scale_late  # type: ignore[import-not-found]
 
 from selfspec_tune.config import MAX_DRAFT_TOKENS
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
-from selfspec_tune.decode.engine import Engine, Request
+from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.policy import DraftPolicy
 from selfspec_tune.decode.price import draft_costs, plain_step_seconds
+from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import GREEDY
 from selfspec_tune.decode.stats import Stats
 from selfspec_tune.speedup import expected_tokens
