@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from selfspec_kernels import BLOCK, cpu, ragged_attention, visibility_bias
+from selfspec_kernels import BLOCK, block_attention, cpu, visibility_bias
 from tolerances import RAGGED_ATTENTION
 
 
@@ -37,7 +37,7 @@ def compiled(query, keys, values, positions, window=None):
 def reference(query, keys, values, positions, window=None):
     group = query.shape[2] // keys.shape[1]
     bias = visibility_bias(positions, keys.shape[2] // BLOCK, group, window)
-    return ragged_attention(query, keys, values, bias, 0.25)
+    return block_attention(query, keys, values, bias, 0.25)
 
 
 def naive(query, keys, values, positions, window=None):
