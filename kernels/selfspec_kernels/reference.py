@@ -116,8 +116,10 @@ def ragged_attention(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """See `selfspec_kernels.ragged_attention`; the cache is of whole blocks."""
-    bias = visibility_bias(positions, keys.shape[2] // BLOCK, query.shape[2] // keys.shape[1], window)
-    hidden = bias.amax(3).flatten(2)[..., None] == float("-inf")
+    group = query.shape[2] // keys.shape[1]
+    bias = visibility_bias(positions, keys.shape[2] // BLOCK, group, window)
+    # [B, 1, S, 1]; rows that only pad the product would see everything.
+    hidden = bias[:, :, :, : group * query.shape[1]].amax(3).flatten(2)[..., None] == float("-inf")
     keys, values = (part.masked_fill(hidden, 0) for part in (keys, values))
     return block_attention(query, keys, values, bias, scale, soft_cap, sinks).to(out_dtype)
 

@@ -81,6 +81,17 @@ def compile_for(
     return triton.compile(source, target=GPUTarget(*CARDS[card][:3]), options=options)
 
 
+def specialisation(kernel: Any, *arguments: Any, **constants: Any) -> Any:
+    """Return what triton chooses a compiled kernel by: equal for two launches that run the same one."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(GPUTarget(*CARDS["sm_90"][:3]))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    return bind(*arguments, **constants)[1]
+
+
 def spills(kernel: Any, folder: Path) -> list[int]:
     """Return what the assembler says of registers spilled to memory; empty if it says nothing."""
     if "amdgcn" in kernel.asm:

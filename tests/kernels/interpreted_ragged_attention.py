@@ -102,13 +102,13 @@ def test_rows_of_one_call_may_stand_in_any_order():
 @pytest.mark.parametrize("position", [60, 127, 128, 300])
 def test_bits_depend_on_the_row_alone(position):
     """Not on the capacity, other rows and their live length, its own index, or other sequences."""
-    query, keys, values, positions = case([[position]], num_blocks=3)
+    query, keys, values, positions = case([[position]], num_blocks=3, kv_heads=1)
     needed = (position // BLOCK + 1) * BLOCK
     alone = attend(query, keys[:, :, :needed], values[:, :, :needed], positions)
     assert torch.equal(attend(query, keys, values, positions), alone)
     keys, values = keys.nan_to_num(0.5), values.nan_to_num(-0.5)
-    for rows in (2, 3, 5, 9):
-        for index in {0, 1, rows - 1}:
+    for rows in (2, 3, 9):
+        for index in {0, rows - 1}:
             others = torch.randn(1, rows, *query.shape[2:])
             others[:, index] = query[:, 0]
             at = torch.arange(rows)[None] * 40
@@ -154,7 +154,7 @@ def test_no_rows_and_what_does_not_go_together():
         (query, keys, values.bfloat16(), positions),
         (query[..., :8], keys[..., :8], values[..., :8], positions),
         (query, keys[:, :, :100], values[:, :, :100], positions),
-        (query, keys.transpose(0, 1).contiguous().transpose(0, 1), values, positions),
+        (query, keys, values.repeat(1, 1, 2, 1)[:, :, :BLOCK], positions),
         (query[:, :, :3], keys, values, positions),
         (query, keys, values, positions[:, :1]),
     ):
