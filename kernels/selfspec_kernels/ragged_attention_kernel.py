@@ -14,6 +14,7 @@ What this file does not know: how fast it is. Tiles were chosen by counting regi
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -30,9 +31,8 @@ MULTIPLE = 16
 ROWS = 8
 """Query rows of a tile, of one key/value head. Constant: a product of another shape may have other bits."""
 LARGE = 256
-"""Head size from which a program handles 16 slots of a block at a time instead of 32."""
-DEPTH = 16
-"""Numbers of a key that it multiplies at a time."""
+"""Head size from which a program handles 16 slots of a block at a time instead of 32, and 128 numbers of their keys
+instead of 16: what keeps its numbers in the registers of all cards."""
 NUM_WARPS = 4
 MERGED = 16
 """Blocks that a merge loads at a time."""
@@ -135,7 +135,7 @@ def block_constants(
         "BLOCK": BLOCK,
         "ROWS": ROWS,
         "SLOTS": 16 if size >= LARGE else 32,
-        "DEPTH": DEPTH,
+        "DEPTH": math.gcd(size, 128 if size >= LARGE else MULTIPLE),
     }
 
 
