@@ -48,6 +48,15 @@ def losses_on_gpu(logits: Tensor) -> bool:
     return logits.dtype in on_gpu.DTYPES
 
 
+def rotation_on_gpu(heads: Tensor) -> bool:
+    """Whether heads like these are rotated and written into the cache by Triton."""
+    if heads.device.type != "cuda" or not triton_available():
+        return False
+    from selfspec_kernels import rope_kv_write_kernel as on_gpu
+
+    return heads.dtype in on_gpu.DTYPES
+
+
 def attention_on_gpu(tensor: Tensor, head_size: int) -> bool:
     """Whether attention over a cache like this tensor, of heads of this size, is computed by Triton."""
     if tensor.device.type != "cuda" or not triton_available():
@@ -145,8 +154,13 @@ def rope_kv_write(
     Returns:
         Rotated queries, fp32 [B, T, H, D].
     """
+    arguments = (heads, keys, values, positions, written, rotary, num_heads, norms)
+    if mode == "compiled" and rotation_on_gpu(heads):
+        from selfspec_kernels import rope_kv_write_kernel as on_gpu
+
+        return on_gpu.rope_kv_write(*arguments)
     implementation = cpu if mode == "compiled" and compiled(heads) else reference
-    return implementation.rope_kv_write(heads, keys, values, positions, written, rotary, num_heads, norms)
+    return implementation.rope_kv_write(*arguments)
 
 
 def ragged_attention(
