@@ -161,15 +161,15 @@ def rope_kv_write_kernel(  # type: ignore[no-untyped-def]
         first = turned
 
     if head < NUM_HEADS:
-        out = query + (row * NUM_HEADS + head) * SIZE + lane
-        tl.store(out, first, mask=inside)
-        tl.store(out + HALF, second, mask=inside)
+        result = query + (row * NUM_HEADS + head) * SIZE + lane
+        tl.store(result, first, mask=inside)
+        tl.store(result + HALF, second, mask=inside)
     else:
         # Keys come before values.
         part = keys
         if head >= NUM_HEADS + NUM_KV_HEADS:
             part = values
         vector = row // rows * sequence_stride + (head - NUM_HEADS) % NUM_KV_HEADS * head_stride + position
-        out = part + vector * SIZE + lane
-        tl.store(out, first.to(keys.dtype.element_ty), mask=inside)
-        tl.store(out + HALF, second.to(keys.dtype.element_ty), mask=inside)
+        place = part + vector * SIZE + lane
+        tl.store(place, first.to(keys.dtype.element_ty), mask=inside)
+        tl.store(place + HALF, second.to(keys.dtype.element_ty), mask=inside)
