@@ -8,6 +8,7 @@ from selfspec_kernels import cpu
 from selfspec_kernels.ops import (
     Mode,
     Norm,
+    compact,
     compiled,
     exit_loss,
     few_row_linear,
@@ -28,6 +29,7 @@ __all__ = [
     "Norm",
     "PackedWeight",
     "block_attention",
+    "compact",
     "compiled",
     "cpu",
     "exit_loss",

@@ -28,7 +28,8 @@ def compact(storage: Tensor, rows: Tensor, committed: Tensor) -> None:
     layers, _, num_kv_heads, batch, slots, size = storage.shape
     # Of one head of a layer's keys or values: what `storage[:, :, :, :n]` leaves as it is.
     head_stride = storage.stride(2)
-    if storage.stride() != (2 * num_kv_heads * head_stride, num_kv_heads * head_stride, head_stride, slots * size, size, 1):
+    layer_strides = (2 * num_kv_heads * head_stride, num_kv_heads * head_stride)
+    if storage.stride() != (*layer_strides, head_stride, slots * size, size, 1):
         raise ValueError(f"no moves within storage {list(storage.shape)} with strides {storage.stride()}")
     if rows.ndim != 1 or committed.shape != (batch,):
         raise ValueError(f"rows {list(rows.shape)} and committed slots {list(committed.shape)} of {batch} rows")
@@ -66,11 +67,13 @@ def compact_kernel(  # type: ignore[no-untyped-def]
     head = storage + tl.program_id(0).to(tl.int64) * head_stride
     number = tl.program_id(1) * NUMBERS + tl.arange(0, NUMBERS)
     place = 0
+    target = head
     while place < num_rows:
         row = tl.load(rows + place)
         moved = (number < tl.load(committed + row) * SIZE) & (row != place)
         moving = tl.load(head + row * row_stride + number, mask=moved)
         # A thread may store what another has loaded: none runs ahead.
         tl.debug_barrier()
-        tl.store(head + place.to(tl.int64) * row_stride + number, moving, mask=moved)
+        tl.store(target + number, moving, mask=moved)
         place += 1
+        target += row_stride

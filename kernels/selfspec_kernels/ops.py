@@ -203,6 +203,21 @@ def ragged_attention(
     return reference.ragged_attention(query, keys, values, positions, scale, window, soft_cap, sinks, out_dtype)
 
 
+def compact(storage: Tensor, rows: Tensor, committed: Tensor) -> None:
+    """Move rows of the cache to its front, in place: row `rows[i]` becomes row i, and what was there is lost.
+
+    Args:
+        storage: [L, 2, Hkv, B, S, D], keys and values; contiguous, or the first rows of such.
+        rows: int64 [n], rising.
+        committed: [B] slots of each row that are worth moving; those beyond them hold anything afterwards.
+    """
+    if storage.device.type == "cuda" and triton_available():
+        from selfspec_kernels import compact_kernel as on_gpu
+
+        return on_gpu.compact(storage, rows, committed)
+    return reference.compact(storage, rows, committed)
+
+
 def exit_loss(
     logits: Tensor, targets: Tensor, teacher: Tensor | None, parts: tuple[float, float, float] | None
 ) -> Tensor:

@@ -181,6 +181,13 @@ def block_attention(
     return out.reshape(batch, rows, num_heads, head_size)
 
 
+def compact(storage: Tensor, rows: Tensor, committed: Tensor) -> None:
+    """See `selfspec_kernels.compact`."""
+    for place, (row, end) in enumerate(zip(rows.tolist(), committed[rows].tolist(), strict=True)):
+        if row != place:
+            storage[:, :, :, place, :end] = storage[:, :, :, row, :end]
+
+
 def exit_loss(
     logits: Tensor, targets: Tensor, teacher: Tensor | None, parts: tuple[float, float, float] | None
 ) -> Tensor:

@@ -90,19 +90,9 @@ def test_one_compiled_kernel_serves_all_calls_of_a_layer():
     from selfspec_kernels import rope_kv_write_kernel as on_gpu
 
     numbers, places = torch.empty(64), torch.empty(64, dtype=torch.long)
-    constants = on_gpu.launch_constants(32, 8, 128, normed=True)
+    constants = {**on_gpu.launch_constants(32, 8, 128, normed=True), "num_warps": on_gpu.NUM_WARPS}
     found = [
-        specialisation(
-            on_gpu.rope_kv_write_kernel,
-            *[numbers] * 3,
-            at,
-            *[numbers] * 5,
-            1e-6,
-            1e-6,
-            *shape,
-            num_warps=1,
-            **constants,
-        )
+        specialisation(on_gpu.rope_kv_write_kernel, *[numbers] * 3, at, *[numbers] * 5, 1e-6, 1e-6, *shape, **constants)
         for at, *shape in ((places[1:], 1, 1, 128, 128), (places, 16, 9, 2048, 4096))
     ]
     assert found[0] == found[1]
