@@ -25,10 +25,10 @@ def compact(storage: Tensor, rows: Tensor, committed: Tensor) -> None:
     Raises:
         ValueError: storage that is neither contiguous nor the first rows of such, or other shapes or devices.
     """
-    layers, _, num_kv_heads, batch, slots, size = storage.shape
+    layers, parts, num_kv_heads, batch, slots, size = storage.shape
     # Of one head of a layer's keys or values: what `storage[:, :, :, :n]` leaves as it is.
     head_stride = storage.stride(2)
-    layer_strides = (2 * num_kv_heads * head_stride, num_kv_heads * head_stride)
+    layer_strides = (parts * num_kv_heads * head_stride, num_kv_heads * head_stride)
     if storage.stride() != (*layer_strides, head_stride, slots * size, size, 1):
         raise ValueError(f"no moves within storage {list(storage.shape)} with strides {storage.stride()}")
     if rows.ndim != 1 or committed.shape != (batch,):
@@ -37,7 +37,7 @@ def compact(storage: Tensor, rows: Tensor, committed: Tensor) -> None:
         raise ValueError(f"storage on {storage.device}, but rows on {rows.device} and committed on {committed.device}")
     if storage.numel() == 0 or len(rows) == 0:
         return
-    grid = (layers * 2 * num_kv_heads, triton.cdiv(slots * size, NUMBERS))
+    grid = (layers * parts * num_kv_heads, triton.cdiv(slots * size, NUMBERS))
     with torch.cuda.device_of(storage):
         compact_kernel[grid](
             storage,
