@@ -48,6 +48,30 @@ def losses_on_gpu(logits: Tensor) -> bool:
     return logits.dtype in on_gpu.DTYPES
 
 
+def rotation_on_gpu(heads: Tensor) -> bool:
+    """Whether heads like these are rotated and written into the cache by Triton."""
+    if heads.device.type != "cuda" or not triton_available():
+        return False
+    from selfspec_kernels import rope_kv_write_kernel as on_gpu
+
+    return heads.dtype in on_gpu.DTYPES
+
+
+def attention_on_gpu(tensor: Tensor, head_size: int) -> bool:
+    """Whether attention over a cache like this tensor, of heads of this size, is computed by Triton."""
+    if tensor.device.type != "cuda" or not triton_available():
+        return False
+    from selfspec_kernels import ragged_attention_kernel as on_gpu
+
+    return tensor.dtype in on_gpu.DTYPES and head_size % on_gpu.MULTIPLE == 0
+
+
+def has_compiled_attention(tensor: Tensor, head_size: int) -> bool:
+    """Whether attention over a cache like this tensor, of heads of this size, is compiled, and exact as it is."""
+    # On a CPU it takes heads of whole vectors.
+    return (compiled(tensor) and head_size % 8 == 0) or attention_on_gpu(tensor, head_size)
+
+
 def has_packed_product(tensor: Tensor) -> bool:
     """Whether products of inputs like this with packed weights are fast: else weights are unpacked for each."""
     return compiled(tensor) or packed_on_gpu(tensor)
@@ -130,8 +154,68 @@ def rope_kv_write(
     Returns:
         Rotated queries, fp32 [B, T, H, D].
     """
+    arguments = (heads, keys, values, positions, written, rotary, num_heads, norms)
+    if mode == "compiled" and rotation_on_gpu(heads):
+        from selfspec_kernels import rope_kv_write_kernel as on_gpu
+
+        return on_gpu.rope_kv_write(*arguments)
     implementation = cpu if mode == "compiled" and compiled(heads) else reference
-    return implementation.rope_kv_write(heads, keys, values, positions, written, rotary, num_heads, norms)
+    return implementation.rope_kv_write(*arguments)
+
+
+def ragged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Attention of a few rows per sequence over the cache; each sees the slots up to its own position, and its own.
+
+    A row's bits depend on its query and on the slots that it sees: not on other rows, nor on the number of rows, blocks
+    or sequences. Slots that no row of the sequence sees may hold anything, also NaN.
+
+    Args:
+        query: fp32 [B, T, H, D], rotated.
+        keys, values: [B, Hkv, S, D] views of one layer of the cache, S in whole blocks of `BLOCK`; H is a multiple of
+            Hkv.
+        positions: [B, T].
+        scale: factor on the scores.
+        window: see only so many of the last slots, the row's own included.
+        soft_cap: scores s become soft_cap · tanh(s / soft_cap) (arXiv 2408.00118).
+        sinks: [H], scores of slots without a value: exp(sink) is added to the softmax's denominator (arXiv 2309.17453).
+        out_dtype: of the result.
+
+    Returns:
+        [B, T, H, D].
+    """
+    if attention_on_gpu(keys, keys.shape[3]):
+        from selfspec_kernels import ragged_attention_kernel as on_gpu
+
+        return on_gpu.ragged_attention(query, keys, values, positions, scale, window, soft_cap, sinks, out_dtype)
+    if has_compiled_attention(keys, keys.shape[3]) and soft_cap is None and sinks is None:
+        return cpu.ragged_attention(query, keys, values, positions, scale, window, out_dtype).view(query.shape)
+    return reference.ragged_attention(query, keys, values, positions, scale, window, soft_cap, sinks, out_dtype)
+
+
+def compact(storage: Tensor, rows: Tensor, committed: Tensor) -> None:
+    """Move rows of the cache to its front, in place: row `rows[i]` becomes row i, and what was there is lost.
+
+    Args:
+        storage: [L, 2, Hkv, B, S, D], keys and values; contiguous, or the first rows of such.
+        rows: int64 [n], rising.
+        committed: [B] slots of each row that are worth moving; those beyond them hold anything afterwards.
+    """
+    if storage.device.type == "cuda" and triton_available():
+        from selfspec_kernels import compact_kernel as on_gpu
+
+        return on_gpu.compact(storage, rows, committed)
+    return reference.compact(storage, rows, committed)
 
 
 def exit_loss(

@@ -1,6 +1,6 @@
 """PyTorch oracles: what every kernel must compute, written to be read. They run where nothing is compiled.
 
-The point of `ragged_attention` is not speed but that a row's bits depend on nothing but that row: not on the cache's
+The point of `block_attention` is not speed but that a row's bits depend on nothing but that row: not on the cache's
 capacity, the live length of other rows, or how many rows the call has.
 """
 
@@ -91,7 +91,7 @@ def visibility_bias(positions: Tensor, num_blocks: int, group: int, window: int 
         window: sliding window in slots, the row's own included; None for full attention.
 
     Returns:
-        fp32 [B, 1, num_blocks, M, BLOCK] with M = G·T rounded up to `ROW_MULTIPLE`, as `ragged_attention` takes it.
+        fp32 [B, 1, num_blocks, M, BLOCK] with M = G·T rounded up to `ROW_MULTIPLE`, as `block_attention` takes it.
     """
     batch, rows = positions.shape
     slots = torch.arange(num_blocks * BLOCK, device=positions.device)
@@ -104,7 +104,35 @@ def visibility_bias(positions: Tensor, num_blocks: int, group: int, window: int 
     return bias.view(batch, 1, padded, num_blocks, BLOCK).transpose(2, 3).contiguous()
 
 
-def ragged_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor:
+def ragged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """See `selfspec_kernels.ragged_attention`; the cache is of whole blocks."""
+    group = query.shape[2] // keys.shape[1]
+    bias = visibility_bias(positions, keys.shape[2] // BLOCK, group, window)
+    # [B, 1, S, 1]; rows that only pad the product would see everything.
+    hidden = bias[:, :, :, : group * query.shape[1]].amax(3).flatten(2)[..., None] == float("-inf")
+    keys, values = (part.masked_fill(hidden, 0) for part in (keys, values))
+    return block_attention(query, keys, values, bias, scale, soft_cap, sinks).to(out_dtype)
+
+
+def block_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of T rows per sequence over fixed blocks of the cache, merged in block order.
 
     Every block is one product of a fixed shape, reduced in fp32; blocks are added one after another, so a block no row
@@ -114,7 +142,7 @@ def ragged_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, 
         query: [B, T, H, D], rotated.
         keys, values: [B, Hkv, num_blocks * BLOCK, D]; H is a multiple of Hkv.
         bias: what `visibility_bias` returns for these rows.
-        scale: factor on the scores.
+        scale, soft_cap, sinks: see `selfspec_kernels.ragged_attention`.
 
     Returns:
         fp32 [B, T, H, D].
@@ -128,8 +156,17 @@ def ragged_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, 
     grouped = grouped.permute(0, 2, 3, 1, 4).reshape(batch, num_kv_heads, 1, group * rows, head_size)
     grouped = F.pad(grouped, (0, 0, 0, padded - group * rows))
 
-    scores = torch.matmul(grouped, keys.transpose(-1, -2)).add_(bias)
-    weights = scores.sub_(scores.amax((2, 4), keepdim=True)).exp_()
+    scores = torch.matmul(grouped, keys.transpose(-1, -2))
+    if soft_cap is not None:
+        scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
+    scores = scores.add_(bias)
+    peaks = scores.amax((2, 4), keepdim=True)
+    if sinks is not None:
+        # [Hkv, 1, M, 1], a head's logit for each of its rows.
+        sinks = sinks.float().view(num_kv_heads, group, 1).expand(-1, -1, rows).reshape(num_kv_heads, 1, -1, 1)
+        sinks = F.pad(sinks, (0, 0, 0, padded - group * rows))
+        peaks = torch.maximum(peaks, sinks)
+    weights = scores.sub_(peaks).exp_()
     totals = weights.sum(-1)
     mixed = torch.matmul(weights, values)
 
@@ -137,9 +174,18 @@ def ragged_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, 
     for block in range(1, num_blocks):
         total = total + totals[:, :, block]
         out = out + mixed[:, :, block]
+    if sinks is not None:
+        total = total + (sinks - peaks).exp()[:, :, 0, :, 0]
     out = (out / total[..., None])[:, :, : group * rows]
     out = out.unflatten(2, (group, rows)).permute(0, 3, 1, 2, 4)
     return out.reshape(batch, rows, num_heads, head_size)
+
+
+def compact(storage: Tensor, rows: Tensor, committed: Tensor) -> None:
+    """See `selfspec_kernels.compact`."""
+    for place, (row, end) in enumerate(zip(rows.tolist(), committed[rows].tolist(), strict=True)):
+        if row != place:
+            storage[:, :, :, place, :end] = storage[:, :, :, row, :end]
 
 
 def exit_loss(

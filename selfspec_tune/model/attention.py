@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from selfspec_kernels import BLOCK, Mode, Norm, cpu, ragged_attention, rope_kv_write, visibility_bias
+from selfspec_kernels import BLOCK, Mode, Norm, block_attention, cpu, ragged_attention, rope_kv_write, visibility_bias
 from torch import Tensor
 
 from selfspec_tune.model.cache import SharedKVCache, blocks_for
@@ -86,10 +86,11 @@ class Step:
         """Attention of rotated queries [B, T, H, D] over one layer of the cache → [B, T, H·D] in `dtype`."""
         if self.mode == "compiled":
             keys, values = self.cache.read(layer, self.cache.capacity)
-            return cpu.ragged_attention(query, keys, values, self.positions, scale, window, dtype)
+            mixed = ragged_attention(query, keys, values, self.positions, scale, window=window, out_dtype=dtype)
+            return mixed.flatten(2)
         keys, values = self.cache.read(layer, self.num_slots)
         if self.exact:
-            return ragged_attention(query, keys, values, self._bias(window), scale).flatten(2).to(dtype)
+            return block_attention(query, keys, values, self._bias(window), scale).flatten(2).to(dtype)
         mask = None if self._all_visible and window is None else self._bias(window)
         if mask is not None:
             mask = mask.to(dtype)

@@ -7,7 +7,7 @@ Slots at or beyond a call's last position are stale by definition and are zeroed
 from __future__ import annotations
 
 import torch
-from selfspec_kernels import BLOCK
+from selfspec_kernels import BLOCK, compact
 from torch import Tensor
 
 from selfspec_tune.model.families import Family
@@ -83,6 +83,12 @@ class SharedKVCache:
         old = self._storage
         self._storage = old.new_zeros(*old.shape[:4], grown, old.shape[5])
         self._storage[..., : old.shape[4], :] = old
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep rows `rows`, int64 [n], rising, and drop the others: row `rows[i]` becomes row i. Memory stays taken."""
+        compact(self._storage, rows, self.committed)
+        self._storage = self._storage[:, :, :, : len(rows)]
+        self.batch_size, self.committed = len(rows), self.committed[rows]
 
     def clear_stale(self, ends: list[int], num_slots: int, start: int, stop: int) -> None:
         """Zero, in layers start..stop, the slots from each row's end up to `num_slots`, which no row may see."""

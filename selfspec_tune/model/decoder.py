@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from selfspec_kernels import Mode, compiled, few_row_linear
+from selfspec_kernels import Mode, compiled, few_row_linear, has_compiled_attention
 from torch import Tensor
 
 from selfspec_tune.model import attention, load
@@ -163,8 +163,14 @@ class LayeredDecoder:
         """
         if many_rows and num_rows >= MANY_ROWS:
             return "wide" if widens(self) else "reference"
-        # Compiled attention takes heads of whole vectors.
-        return "compiled" if self.fused and compiled(self.head[0]) and self.family.head_size % 8 == 0 else "reference"
+        # The head has the device and dtype of the cache.
+        attends = self.fused and has_compiled_attention(self.head[0], self.family.head_size)
+        return "compiled" if attends else "reference"
+
+    @property
+    def layers_compiled(self) -> bool:
+        """Whether decoding runs compiled products too, which on GPUs are the library's: any rows have the same bits."""
+        return self.mode(1, many_rows=False) == "compiled" and compiled(self.head[0])
 
     @property
     def compiled(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from selfspec_kernels import LayerWeights, Mode, Norm, PackedWeight, cpu, few_row_linear
+from selfspec_kernels import LayerWeights, Mode, Norm, PackedWeight, compiled, cpu, few_row_linear
 from torch import Tensor, nn
 
 from selfspec_tune.model.attention import Step
@@ -117,7 +117,7 @@ class LayerStack:
 
     def run(self, hidden: Tensor, step: Step, start: int, stop: int) -> Tensor:
         """Run layers start..stop of the stack on [B, T, d] hidden states."""
-        if step.mode == "compiled" and start < stop:
+        if step.mode == "compiled" and compiled(hidden) and start < stop:
             if self._table is None:
                 self._table = cpu.LayerTable([layer.weights() for layer in self.layers])
             return step.run(self._table, hidden, start, stop, self.layers[0].num_heads)

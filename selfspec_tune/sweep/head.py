@@ -28,7 +28,7 @@ class ProfileHead:
 
     def __init__(self, decoder: LayeredDecoder) -> None:
         weight, bias = decoder.head
-        self._compiled = decoder.mode(1, many_rows=False) == "compiled"
+        self._compiled = decoder.layers_compiled
         norm, eps = decoder.final_norm
         self._norm = (norm.float() if self._compiled else norm), eps
         wide = decoder.device.type == "cpu"

@@ -74,7 +74,7 @@ class Profiler:
         self.params, self.max_draft_tokens, self.source = params, max_draft_tokens, source
         decoder = engine.decoder
         self.head, self.num_layers = ProfileHead(decoder), decoder.num_layers
-        self.together = TOGETHER if decoder.mode(1, many_rows=False) == "compiled" else 1
+        self.together = TOGETHER if decoder.layers_compiled else 1
         self.engine = Engine(
             decoder,
             engine.tokenizer,
@@ -255,7 +255,7 @@ def exit_states(decoder: LayeredDecoder, cache: SharedKVCache, token_ids: list[i
     near-ties fall as they do when decoding, in low precision too. Elsewhere it is a prefill.
     """
     states: list[list[Tensor]] = [[] for _ in range(decoder.num_layers)]
-    as_decoded = decoder.mode(1, many_rows=False) == "compiled"
+    as_decoded = decoder.layers_compiled
     rows = MAX_DRAFT_TOKENS if as_decoded else PREFILL_CHUNK
     for chunk in torch.tensor([token_ids], device=decoder.device).split(rows, dim=1):
         hidden = decoder.embed(chunk)

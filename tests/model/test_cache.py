@@ -50,6 +50,27 @@ def test_row_is_a_view_of_memory_and_committed():
     assert cache.keys[0, 1, :, 3].eq(1).all() and not cache.keys[0, 0].any()
 
 
+def test_kept_rows_move_to_the_front_and_can_be_written_and_grow():
+    cache = make(batch_size=4)
+    cache._storage.normal_()
+    cache.committed[:] = torch.tensor([5, 9, 0, 128])
+    keys, values = cache.keys.clone(), cache.values.clone()
+    cache.keep_rows(torch.tensor([1, 3]))
+    cache.keep_rows(torch.tensor([0, 1]))
+    assert cache.batch_size == 2 and cache.committed.tolist() == [9, 128]
+    for place, (row, end) in enumerate(((1, 9), (3, 128))):
+        assert torch.equal(cache.keys[:, place, :, :end], keys[:, row, :, :end])
+        assert torch.equal(cache.values[:, place, :, :end], values[:, row, :, :end])
+    new = torch.randn(2, 1, 2, 16)
+    cache.write(3, torch.tensor([9, cache.capacity + 20]), new, -new)
+    assert torch.equal(cache.read(3, 128)[0][0, :, 9], new[0, 0])
+    assert torch.equal(cache.read(3, 128)[1][1, :, 20], -new[1, 0])
+    cache.reserve(200)
+    assert cache.capacity == 256 and torch.equal(cache.keys[:, 0, :, :9], keys[:, 1, :, :9])
+    cache.keep_rows(torch.tensor([1]))
+    assert cache.committed.tolist() == [128] and torch.equal(cache.values[0, 0, :, :20], values[0, 3, :, :20])
+
+
 def test_clear_stale_zeroes_only_the_named_layers_beyond_each_rows_end():
     cache = make()
     cache._storage.fill_(float("nan"))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 import torch
+from cards import assert_passes_under_the_interpreter
 from tiny import VOCAB, tiny_model
 
 from selfspec_tune.model.decoder import LayeredDecoder
@@ -114,3 +118,8 @@ def test_rows_of_different_lengths_equal_each_row_alone():
             decoder.embed(tokens[row : row + 1]), positions[row : row + 1], cache, 0, decoder.num_layers
         )
         torch.testing.assert_close(together[row : row + 1], alone, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_the_ops_of_a_gpu_under_the_interpreter():
+    assert_passes_under_the_interpreter(Path(__file__).with_name("interpreted_decoder.py"))

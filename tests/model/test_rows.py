@@ -75,13 +75,13 @@ def test_differences_that_bf16_rounding_hides_in_the_layers_output_are_seen(monk
     decoder = LayeredDecoder(tiny_model().to(torch.bfloat16))
     from selfspec_tune.model import attention
 
-    genuine = attention.ragged_attention
+    genuine = attention.block_attention
 
-    def ragged_attention(query, *rest):
+    def block_attention(query, *rest):
         out = genuine(query, *rest)
         return out * (1 + 2e-7) if query.shape[1] == 1 else out
 
-    monkeypatch.setattr(attention, "ragged_attention", ragged_attention)
+    monkeypatch.setattr(attention, "block_attention", block_attention)
     with torch.inference_mode():
         assert all(1 not in c.counts for c in certify(decoder, batch_size=1, max_rows=4))
 
