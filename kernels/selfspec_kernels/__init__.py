@@ -1,15 +1,38 @@
 """Operations of self-speculative decoding, one name per op. Knows torch, numba (CPU) and triton (GPU) only.
 
-`ops` says which implementation of an op runs: `cpu` holds the compiled ones, `packed_linear` and `exit_loss_kernel`
-those for GPUs, `reference` the PyTorch oracles.
+`ops` and `accept` say which implementation of an op runs: `cpu` holds the compiled ones, `packed_linear` and what ends
+in `_kernel` those for GPUs, `reference` and `accept_reference` the PyTorch oracles.
 """
 
 from selfspec_kernels import cpu
-from selfspec_kernels.ops import Mode, Norm, compiled, exit_loss, few_row_linear, has_packed_product, rope_kv_write
+from selfspec_kernels.accept import Accepted, accept_greedy, accept_ratio, accept_shared, draw, draw_with_gumbel
+from selfspec_kernels.ops import (
+    Mode,
+    Norm,
+    add_rms_norm,
+    compiled,
+    exit_head,
+    exit_loss,
+    few_row_linear,
+    has_packed_product,
+    rms_norm,
+    rope_kv_write,
+    silu_mul,
+)
 from selfspec_kernels.reference import BLOCK, ragged_attention, visibility_bias
 from selfspec_kernels.weights import GROUP, GROUPS, LayerWeights, PackedWeight, pack, packed_bytes
 
 __all__ = [
+    "silu_mul",
+    "rms_norm",
+    "exit_head",
+    "draw_with_gumbel",
+    "draw",
+    "add_rms_norm",
+    "accept_shared",
+    "accept_ratio",
+    "accept_greedy",
+    "Accepted",
     "BLOCK",
     "GROUP",
     "GROUPS",
