@@ -5,7 +5,15 @@ in `_kernel` those for GPUs, `reference` and `accept_reference` the PyTorch orac
 """
 
 from selfspec_kernels import cpu
-from selfspec_kernels.accept import Accepted, accept_greedy, accept_ratio, accept_shared, draw, draw_with_gumbel
+from selfspec_kernels.accept import (
+    Accepted,
+    accept_greedy,
+    accept_matching,
+    accept_ratio,
+    accept_shared,
+    draw,
+    draw_with_gumbel,
+)
 from selfspec_kernels.ops import (
     Mode,
     Norm,
@@ -32,6 +40,7 @@ __all__ = [
     "accept_shared",
     "accept_ratio",
     "accept_greedy",
+    "accept_matching",
     "Accepted",
     "BLOCK",
     "GROUP",

@@ -86,6 +86,19 @@ def accept_ratio(
     return _with_commit(*reference.accept_ratio(drafted, draft, target, uniforms), commit)
 
 
+def accept_matching(drafted: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Accept the longest prefix of drafted tokens that the target chose too, on any device by PyTorch: a few numbers.
+
+    Args:
+        drafted: [B, k].
+        chosen: [B, k + 1] the target's own choice at each position.
+
+    Returns:
+        accepted [B] in 0..k, and the token after the accepted ones [B].
+    """
+    return reference.accept_matching(drafted, chosen)
+
+
 def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """Draw one token per row by inverting the cumulative distribution.
 

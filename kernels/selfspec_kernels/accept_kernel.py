@@ -48,11 +48,12 @@ def accept_matching(drafted: Tensor, values: Tensor, gumbel: Tensor | None, comm
     noise = values if gumbel is None else gumbel.contiguous()
     batch, rows, width = values.shape
     whole, merged = launch_constants(width, rows - 1)
-    best = values.new_empty(batch * rows, merged["CHUNKS"], dtype=torch.promote_types(torch.float32, noise.dtype))
-    best_at = torch.empty_like(best, dtype=torch.int32)
+    tiles, device = (batch * rows, merged["CHUNKS"]), values.device
+    best = torch.empty(*tiles, dtype=torch.promote_types(torch.float32, noise.dtype), device=device)
+    best_at = torch.empty(*tiles, dtype=torch.int32, device=device)
     results, commits, commit_constants = _results(drafted, commit)
     with torch.cuda.device_of(values):
-        best_of_chunk_kernel[best.shape](
+        best_of_chunk_kernel[tiles](
             values, noise, best, best_at, **whole, GUMBEL=gumbel is not None, num_warps=NUM_WARPS
         )
         accept_matching_kernel[(batch,)](
@@ -73,7 +74,7 @@ def accept_ratio(drafted: Tensor, draft: Tensor | None, target: Tensor, uniforms
     both = (drafted, target if draft is None else draft.contiguous(), target, uniforms)
     whole, merged = launch_constants(width, rows - 1)
     lanes, chunks = merged.pop("LANES"), merged["CHUNKS"]
-    masses = target.new_empty(batch, 2, chunks, dtype=torch.float64)
+    masses = torch.empty(batch, 2, chunks, dtype=torch.float64, device=target.device)
     results, commits, commit_constants = _results(drafted, commit)
     constants = {**whole, "DRAFT": draft is not None}
     with torch.cuda.device_of(target):
@@ -107,11 +108,12 @@ def _check(drafted: Tensor, values: Tensor, commit: Commit) -> None:
 
 def _results(drafted: Tensor, commit: Commit) -> tuple[Results, tuple[Tensor, Tensor, Tensor], dict[str, bool]]:
     """Return empty results, the kernels' arguments that concern `commit`, and their constant."""
-    accepted, following = (drafted.new_empty(len(drafted), dtype=torch.int64) for _ in range(2))
+    batch, device = len(drafted), drafted.device
+    accepted, following = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
     if commit is None:
         return (accepted, following, None), (drafted, drafted, drafted), {"COMMIT": False}
     committed, active = commit[0].contiguous(), commit[1].contiguous()
-    after = torch.empty_like(committed)
+    after = torch.empty(batch, dtype=committed.dtype, device=device)
     return (accepted, following, after), (committed, active, after), {"COMMIT": True}
 
 

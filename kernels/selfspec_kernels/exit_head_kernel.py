@@ -55,13 +55,13 @@ def exit_head(
             raise ValueError(f"{list(extra.shape)} numbers, but {list(wanted)} logits")
     hidden, weight = hidden.contiguous(), weight.contiguous()
     num_rows = hidden.numel() // size
-    tokens = hidden.new_empty(shape, dtype=torch.int64)
-    scores = hidden.new_empty(shape, dtype=torch.float32)
+    tokens = torch.empty(*shape, dtype=torch.int64, device=hidden.device)
+    scores = torch.empty(*shape, dtype=torch.float32, device=hidden.device)
     if num_rows == 0:
         return tokens, scores
     tiles = triton.cdiv(width, BLOCK_N)
-    best = hidden.new_empty(num_rows, tiles, dtype=torch.float32)
-    best_at = hidden.new_empty(num_rows, tiles, dtype=torch.int32)
+    best = torch.empty(num_rows, tiles, dtype=torch.float32, device=hidden.device)
+    best_at = torch.empty(num_rows, tiles, dtype=torch.int32, device=hidden.device)
     constants = launch_constants(num_rows, size, bias, gumbel)
     inputs = (hidden, norm[0].contiguous(), weight, weight if bias is None else bias.contiguous())
     noise = hidden if gumbel is None else gumbel.contiguous()

@@ -46,8 +46,8 @@ def _launch(inputs: Tensor, residual: Tensor | None, norm: tuple[Tensor, float])
         raise ValueError(f"weight {list(weight.shape)} and residual {list(both[-1].shape)} for {list(inputs.shape)}")
     inputs, weight = inputs.contiguous(), weight.contiguous()
     residual = inputs if residual is None else residual.contiguous()
-    out = torch.empty_like(inputs)
-    total = torch.empty_like(inputs) if len(both) == 2 else inputs
+    out = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+    total = torch.empty_like(out) if len(both) == 2 else inputs
     if out.numel() == 0:
         return total, out
     constants = launch_constants(inputs.shape[-1], adds=len(both) == 2)

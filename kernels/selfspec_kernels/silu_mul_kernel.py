@@ -33,7 +33,7 @@ def silu_mul(both: Tensor, activation: str = "silu") -> Tensor:
         raise ValueError(f"no gated activation {activation!r} of {both.dtype} {list(both.shape)}")
     both = both.contiguous()
     size = both.shape[-1] // 2
-    out = both.new_empty(*both.shape[:-1], size)
+    out = torch.empty(*both.shape[:-1], size, dtype=both.dtype, device=both.device)
     if out.numel() == 0:
         return out
     constants = launch_constants(size, activation)
