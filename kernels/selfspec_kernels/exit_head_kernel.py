@@ -55,8 +55,8 @@ def exit_head(
             raise ValueError(f"{list(extra.shape)} numbers, but {list(wanted)} logits")
     hidden, weight = hidden.contiguous(), weight.contiguous()
     num_rows = hidden.numel() // size
-    tokens = torch.empty(*shape, dtype=torch.int64, device=hidden.device)
-    scores = torch.empty(*shape, dtype=torch.float32, device=hidden.device)
+    tokens = torch.empty(shape, dtype=torch.int64, device=hidden.device)
+    scores = torch.empty(shape, dtype=torch.float32, device=hidden.device)
     if num_rows == 0:
         return tokens, scores
     tiles = triton.cdiv(width, BLOCK_N)

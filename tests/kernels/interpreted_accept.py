@@ -13,9 +13,9 @@ from selfspec_kernels import accept, accept_kernel
 from selfspec_kernels import accept_reference as reference
 from selfspec_kernels.accept_kernel import accept_matching, accept_ratio
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # (sequences, drafted tokens, vocabulary)
-SHAPES = [(1, 0, 1), (2, 1, 1), (3, 4, 97), (1, 2, 64), (2, 8, 65), (5, 3, 130), (2, 5, 1000)]
+SHAPES = [(1, 0, 1), (2, 1, 1), (3, 4, 97), (1, 2, 64), (2, 8, 65), (5, 3, 130), (1, 3, 1000)]
+CASES = [(*shape, torch.float32) for shape in SHAPES] + [(3, 4, 97, torch.bfloat16), (3, 4, 97, torch.float16)]
 NOTHING = float("-inf")
 
 
@@ -90,19 +90,19 @@ def assert_ratio_as_the_reference(
 
 
 class TestMatching:
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("batch, k, width", SHAPES)
+    @pytest.mark.parametrize("batch, k, width, dtype", CASES)
     def test_greedy_of_odd_shapes(self, batch, k, width, dtype):
         logits = torch.randn(batch, k + 1, width, generator=generator(0)).to(dtype)
         drafted = near(logits.argmax(-1), width)
         ours = accept_matching(amid_garbage(drafted), amid_garbage(logits), None, None)
         assert_same(ours, reference.accept_greedy(drafted, logits))
 
-    def test_every_number_of_accepted_tokens_occurs(self):
-        logits = torch.randn(40, 5, 130, generator=generator(0))
-        drafted = near(logits.argmax(-1), 130)
-        accepted, _, _ = accept_matching(drafted, logits, None, None)
-        assert set(accepted.tolist()) == {0, 1, 2, 3, 4}
+    def test_many_sequences(self):
+        logits = torch.randn(25, 5, 70, generator=generator(0))
+        drafted = near(logits.argmax(-1), 70)
+        accepted, following, _ = accept_matching(drafted, logits, None, None)
+        assert_same((accepted, following), reference.accept_greedy(drafted, logits))
+        assert {0, 1, 2, 4} <= set(accepted.tolist())
 
     def test_a_token_that_agrees_after_one_that_does_not_is_not_accepted(self):
         logits = torch.nn.functional.one_hot(torch.tensor([[1, 2, 3, 4]]), 70).float()
@@ -159,18 +159,17 @@ class TestMatching:
 
 class TestRatio:
     @pytest.mark.parametrize("certain", [False, True])
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("batch, k, width", SHAPES)
+    @pytest.mark.parametrize("batch, k, width, dtype", CASES)
     def test_of_odd_shapes(self, batch, k, width, dtype, certain):
         p, q = probabilities(batch, k + 1, width, dtype=dtype), probabilities(batch, k, width, seed=1, dtype=dtype)
         assert_ratio_as_the_reference(drawn(q), None if certain else q, p, uniforms(batch, k))
 
     @pytest.mark.parametrize("certain", [False, True])
     def test_many_sequences_with_a_draft_like_the_target(self, certain):
-        p = probabilities(60, 5, 200, seed=7)
-        q = (0.7 * p[:, :-1] + 0.3 * probabilities(60, 4, 200, seed=8)).float()
+        p = probabilities(30, 5, 130, seed=7)
+        q = 0.7 * p[:, :-1] + 0.3 * probabilities(30, 4, 130, seed=8)
         drafted = drawn(q) if not certain else p[:, :-1].argmax(-1)
-        accepted, _ = assert_ratio_as_the_reference(drafted, None if certain else q, p, uniforms(60, 4))
+        accepted, _ = assert_ratio_as_the_reference(drafted, None if certain else q, p, uniforms(30, 4))
         assert set(accepted.tolist()) == {0, 1, 2, 3, 4}
 
     def test_uniform_numbers_exactly_at_the_edges(self):
@@ -204,21 +203,21 @@ class TestRatio:
 
     def test_where_no_residual_is_left_p_is_drawn_from(self):
         """q is nowhere below p, as rounding can make it; then where p is but one token, of the others no more."""
-        p = probabilities(30, 2, 200, seed=3)
+        p = probabilities(16, 2, 130, seed=3)
         q = (2 * p[:, :1]).contiguous()
-        accepted, _ = assert_ratio_as_the_reference(drawn(q), q, p, uniforms(30, 1))
-        assert 0 < accepted.sum() < 30
+        accepted, _ = assert_ratio_as_the_reference(drawn(q), q, p, uniforms(16, 1))
+        assert 0 < accepted.sum() < 16
         p = torch.zeros(1, 2, 200)
         p[..., 130] = 1.0
         found = assert_ratio_as_the_reference(torch.tensor([[130]]), 2 * p[:, :1], p, torch.tensor([[0.9, 0.3]]))
         assert [result.tolist() for result in found] == [[0], [130]]
 
     def test_of_a_masked_vocabulary_only_tokens_that_are_left_are_drawn(self):
-        p, q = probabilities(40, 3, 300, seed=3), probabilities(40, 2, 300, seed=4)
-        p[:20, :, 100:], p[20:, :, :200] = 0.0, 0.0
+        p, q = probabilities(16, 3, 300, seed=3), probabilities(16, 2, 300, seed=4)
+        p[:8, :, 100:], p[8:, :, :200] = 0.0, 0.0
         q[:, :, :64] = 0.0
-        _, following = assert_ratio_as_the_reference(drawn(q), q, p, uniforms(40, 2))
-        assert (following[:20] < 100).all() and (following[20:] >= 200).all()
+        _, following = assert_ratio_as_the_reference(drawn(q), q, p, uniforms(16, 2))
+        assert (following[:8] < 100).all() and (following[8:] >= 200).all()
 
     def test_without_any_weight_or_with_nan_the_token_is_one_of_the_vocabulary(self):
         p = probabilities(4, 2, 130)
