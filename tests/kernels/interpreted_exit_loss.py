@@ -10,11 +10,8 @@ import selfspec_kernels
 import torch
 from selfspec_kernels import exit_loss_kernel, ops, reference
 from selfspec_kernels.exit_loss_kernel import exit_loss
+from tolerances import EXIT_LOSS, ROUNDED
 
-# fp32 sums over up to 200 terms in another order, of logits of up to 20.
-TOLERANCE = 2e-6
-# Gradients are rounded once to the dtype of the logits. (To bf16 the interpreter cuts digits off.)
-ROUNDED = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 PARTS = {
     "ce": (1.0, 0.0, 0.0),
     "kl": (0.0, 1.0, 0.0),
@@ -51,9 +48,9 @@ def assert_as_the_reference(
     theirs = logits.to(torch.float32, copy=True)
     wanted = reference.exit_loss(theirs, targets, teacher, parts)
     assert losses.dtype == torch.float32
-    torch.testing.assert_close(losses, wanted, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+    torch.testing.assert_close(losses, wanted, rtol=EXIT_LOSS, atol=EXIT_LOSS, equal_nan=True)
     rounded = ROUNDED[logits.dtype] if parts is not None else 0.0
-    torch.testing.assert_close(ours.float(), theirs, rtol=TOLERANCE + rounded, atol=TOLERANCE, equal_nan=True)
+    torch.testing.assert_close(ours.float(), theirs, rtol=EXIT_LOSS + rounded, atol=EXIT_LOSS, equal_nan=True)
     assert buffer[:256].isnan().all() and buffer[-256:].isnan().all(), "written beside the logits"
 
 

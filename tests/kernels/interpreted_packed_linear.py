@@ -11,11 +11,8 @@ import pytest
 import torch
 from selfspec_kernels import PackedWeight, ops, pack
 from selfspec_kernels.packed_linear import packed_linear
+from tolerances import PACKED_LINEAR, ROUNDED
 
-# Relative to the largest result: fp32 sums of up to 2100 products in another order than that of fp64.
-TOLERANCE = 2e-6
-# Relative to each result, which is rounded once, as no input is. (To bf16 the interpreter cuts digits off.)
-ROUNDED = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}
 KINDS = [(8, 32), (4, 32), (4, 64)]
 
 
@@ -41,7 +38,7 @@ def assert_near(out: torch.Tensor, inputs: torch.Tensor, weight: PackedWeight) -
     assert out.shape == wanted.shape
     error = (out.double() - wanted).abs() - ROUNDED[out.dtype] * wanted.abs()
     print(f"{list(weight.shape)} {weight.bits} bits, {len(inputs)} rows: {float(error.max() / wanted.abs().max()):.1e}")
-    assert error.max() <= TOLERANCE * wanted.abs().max()
+    assert error.max() <= PACKED_LINEAR * wanted.abs().max()
 
 
 @pytest.mark.parametrize("bits, group", KINDS)

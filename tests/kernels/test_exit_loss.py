@@ -6,10 +6,6 @@ nor that a card computes what the interpreter does.
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,59 +13,25 @@ from typing import Any
 import pytest
 import selfspec_kernels
 import torch
+from cards import CARDS, POINTERS, Fake, assert_fits, assert_passes_under_the_interpreter, compile_for
 from selfspec_kernels import ops, reference
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
-INTERPRETED = Path(__file__).with_name("interpreted_exit_loss.py")
-# (backend, architecture, threads of a warp, bytes of shared memory that a program may have)
-CARDS = {
-    "sm_80": ("cuda", 80, 32, 163 << 10),
-    "sm_90": ("cuda", 90, 32, 227 << 10),
-    "sm_100": ("cuda", 100, 32, 227 << 10),
-    "gfx942": ("hip", "gfx942", 64, 64 << 10),
-}
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
-
 
 @needs_triton
 def test_results_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", str(INTERPRETED)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout and "skipped" not in done.stdout
+    assert_passes_under_the_interpreter(Path(__file__).with_name("interpreted_exit_loss.py"))
 
 
-def compile_for(card: str, dtype: torch.dtype, parts: tuple[float, float, float] | None) -> Any:
+def compiled(card: str, dtype: torch.dtype, parts: tuple[float, float, float] | None) -> Any:
     """Compile the kernel as `exit_loss` launches it for a vocabulary of 128,256 and a teacher."""
-    import triton
     from selfspec_kernels.exit_loss_kernel import NUM_WARPS, exit_loss_kernel, launch_constants
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     constants = launch_constants(128256, torch.empty(0), parts)
-    types = {"logits": TYPES[dtype], "targets": "*i64", "teacher": TYPES[dtype], "losses": "*fp32"}
-    weights = dict.fromkeys(("cross_entropy", "divergence", "variation"), "fp32")
-    signature = {**types, **weights, **dict.fromkeys(constants, "constexpr")}
-    aligned = {(argument,): [["tt.divisibility", 16]] for argument in range(len(types))}
-    source = ASTSource(exit_loss_kernel, signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget(*CARDS[card][:3]), options={"num_warps": NUM_WARPS})
-
-
-def spills(kernel: Any, folder: Path) -> list[int]:
-    """Return what the assembler says of registers spilled to memory; empty if it says nothing."""
-    if "amdgcn" in kernel.asm:
-        return [int(count) for count in re.findall(r"\.[sv]gpr_spill_count: *(\d+)", kernel.asm["amdgcn"])]
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    source = folder / "kernel.ptx"
-    source.write_text(kernel.asm["ptx"], encoding="utf-8")
-    [architecture] = re.findall(r"^\.target (\w+)", kernel.asm["ptx"], re.MULTILINE)
-    capability = int(re.sub(r"\D", "", architecture))
-    command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture}", str(source), "-o", str(folder / "cubin")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [int(count) for count in re.findall(r"(\d+) bytes spill", done.stderr)]
+    types = {"logits": POINTERS[dtype], "targets": "*i64", "teacher": POINTERS[dtype], "losses": "*fp32"}
+    types |= dict.fromkeys(("cross_entropy", "divergence", "variation"), "fp32")
+    return compile_for(card, exit_loss_kernel, types, constants, num_warps=NUM_WARPS)
 
 
 @needs_triton
@@ -78,18 +40,11 @@ def spills(kernel: Any, folder: Path) -> list[int]:
 @pytest.mark.parametrize("card", CARDS)
 def test_it_compiles_without_spills(card, dtype, parts, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    kernel = compile_for(card, dtype, parts)
-    spilled = spills(kernel, tmp_path)
-    assert len(spilled) >= 2 and not any(spilled)
-    assert kernel.metadata.shared <= CARDS[card][3]
+    assert_fits(compiled(card, dtype, parts), card, tmp_path)
 
 
 @needs_triton
 def test_only_gpus_and_known_dtypes_have_this_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fake:
-        def __init__(self, device: str, dtype: torch.dtype) -> None:
-            self.device, self.dtype = torch.device(device), dtype
-
     gpu: Any = Fake("cuda", torch.bfloat16)
     assert ops.losses_on_gpu(gpu)
     other: Any = Fake("cuda", torch.float64)

@@ -8,11 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from selfspec_kernels import PackedWeight, few_row_linear, pack
+from tolerances import FEW_ROW_LINEAR, ROUNDED_INPUTS
 
-# Relative to the largest result: fp32 sums in another order; in bf16 the reference rounds up to three times on the way.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
-# Relative to the largest result: products with packed weights round each input by up to 1.5e-5 of its block's largest.
-ROUNDED_INPUTS = 1e-4
 DTYPES = [torch.float32, torch.bfloat16]
 KINDS = ["float32", "bfloat16", "int8", "int4", "int4 in groups of 64"]
 
@@ -46,7 +43,7 @@ def inputs_of(kind: str, rows: int, size: int) -> torch.Tensor:
 
 
 def assert_near(out: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, tolerance: float | None = None) -> None:
-    assert (out.double() - wanted).abs().max() <= (tolerance or TOLERANCE[dtype]) * wanted.abs().max()
+    assert (out.double() - wanted).abs().max() <= (tolerance or FEW_ROW_LINEAR[dtype]) * wanted.abs().max()
 
 
 @pytest.mark.parametrize("mode", ["compiled", "reference", "wide"])
