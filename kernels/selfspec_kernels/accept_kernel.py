@@ -82,7 +82,14 @@ def accept_ratio(drafted: Tensor, draft: Tensor | None, target: Tensor, uniforms
             *both, results[0], masses, rows - 1, **constants, LANES=lanes, num_warps=NUM_WARPS
         )
         draw_kernel[(batch,)](
-            *both, masses, *results[:2], *commits, rows - 1, **constants, **merged, **commit_constants,
+            *both,
+            masses,
+            *results[:2],
+            *commits,
+            rows - 1,
+            **constants,
+            **merged,
+            **commit_constants,
             num_warps=NUM_WARPS,
         )
     return results
