@@ -89,7 +89,7 @@ def _few_row_linear_on_gpu(
     residual: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """See `few_row_linear`; norm, gating and the product with a packed weight are Triton's, the rest the reference's."""
+    """See `few_row_linear`; norm, gating and products with packed weights are Triton's, all else the reference's."""
     if norm is not None:
         inputs = rms_norm(inputs, norm)
     if gated:

@@ -20,8 +20,8 @@ def test_results_under_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("size", [576, 4096, 16384])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [576, 16384])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("card", CARDS)
 def test_norms_compile_without_spills(card, dtype, size, adds, tmp_path, monkeypatch):
     from selfspec_kernels.rms_norm_kernel import NUM_WARPS, launch_constants, rms_norm_kernel
@@ -34,7 +34,7 @@ def test_norms_compile_without_spills(card, dtype, size, adds, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("card", CARDS)
 def test_gates_compile_without_spills(card, dtype, activation, tmp_path, monkeypatch):
     from selfspec_kernels.silu_mul_kernel import NUM_WARPS, launch_constants, silu_mul_kernel

@@ -48,7 +48,7 @@ def test_only_gpus_and_known_dtypes_have_this_kernel(monkeypatch: pytest.MonkeyP
     gpu: Any = Fake("cuda", torch.bfloat16)
     assert ops.on_gpu(gpu)
     other: Any = Fake("cuda", torch.float64)
-    assert not ops.on_gpu(other) and not ops.losses_on_gpu(torch.ones(1))
+    assert not ops.on_gpu(other) and not ops.on_gpu(torch.ones(1))
     monkeypatch.setattr(ops, "triton_available", lambda: False)
     assert not ops.on_gpu(gpu)
 
