@@ -23,7 +23,7 @@ MOST_ROWS = 4
 """Rows of hidden states that share what a program reads of the head."""
 BLOCK_N = 32
 """Rows of the head of a program."""
-BLOCK_K = 128
+BLOCK_K = 64
 """Weights of each at a time."""
 OPTIONS = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": False}
 """Of compilation of the first kernel. Multiply-adds are fused where the source says so and nowhere else."""

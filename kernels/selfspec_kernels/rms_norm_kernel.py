@@ -38,22 +38,22 @@ def add_rms_norm(inputs: Tensor, residual: Tensor, norm: tuple[Tensor, float]) -
 def _launch(inputs: Tensor, residual: Tensor | None, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
     """Return the sum (without a residual the inputs) and its norm."""
     weight, epsilon = norm
-    both = [inputs] if residual is None else [inputs, residual]
-    for each in [*both, weight]:
+    adds = residual is not None
+    other = inputs if residual is None else residual
+    for each in (inputs, other, weight):
         if each.dtype not in DTYPES or each.device != inputs.device:
             raise ValueError(f"no norm of {each.dtype} on {each.device} with inputs on {inputs.device}")
-    if weight.shape != inputs.shape[-1:] or both[-1].shape != inputs.shape or both[-1].dtype != inputs.dtype:
-        raise ValueError(f"weight {list(weight.shape)} and residual {list(both[-1].shape)} for {list(inputs.shape)}")
-    inputs, weight = inputs.contiguous(), weight.contiguous()
-    residual = inputs if residual is None else residual.contiguous()
+    if weight.shape != inputs.shape[-1:] or other.shape != inputs.shape or other.dtype != inputs.dtype:
+        raise ValueError(f"weight {list(weight.shape)} and residual {list(other.shape)} for {list(inputs.shape)}")
+    inputs, other, weight = inputs.contiguous(), other.contiguous(), weight.contiguous()
     out = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
-    total = torch.empty_like(out) if len(both) == 2 else inputs
+    total = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device) if adds else inputs
     if out.numel() == 0:
         return total, out
-    constants = launch_constants(inputs.shape[-1], adds=len(both) == 2)
+    constants = launch_constants(inputs.shape[-1], adds=adds)
     with torch.cuda.device_of(inputs):
         rms_norm_kernel[(out.numel() // inputs.shape[-1],)](
-            inputs, residual, weight, epsilon, total, out, **constants, num_warps=NUM_WARPS
+            inputs, other, weight, epsilon, total, out, **constants, num_warps=NUM_WARPS
         )
     return total, out
 

@@ -165,7 +165,8 @@ def test_they_stand_around_products_of_full_precision(dtype, monkeypatch):
 def test_the_reference_is_what_they_are_held_against():
     both, norm = numbers(3, 128), (numbers(128, seed=1), 1e-5)
     for activation in ("silu", "gelu_tanh"):
-        assert_near(reference.silu_mul(both, activation), gated(both, activation), SILU_MUL)
+        # In its own dtype the reference's GELU loses digits that 1 + tanh cancels.
+        assert_near(reference.silu_mul(both.double(), activation).float(), gated(both, activation), SILU_MUL)
     total, out = reference.add_rms_norm(both, both, norm)
     assert torch.equal(total, both + both)
     assert_near(out, normed(total, *norm), RMS_NORM)
