@@ -123,10 +123,6 @@ def exit_head_kernel(  # type: ignore[no-untyped-def]
     # Of heads with more than 2^31 weights the last are out of reach of 32 bits.
     starts = columns.to(tl.int64)[:, None] * SIZE
     lane = tl.arange(0, BLOCK_K)
-    scales = ()
-    for row in tl.static_range(ROWS):
-        scales += (norm_scale(hidden, first_row + row, num_rows, epsilon, SIZE),)  # type: ignore[assignment]
-
     sums = (tl.zeros((BLOCK_N, BLOCK_K), tl.float32),) * ROWS
     for first in range(0, SIZE, BLOCK_K):
         # Every row of the tile loads what goes with the weights, so that it arrives in the lanes where it is needed.
@@ -141,7 +137,7 @@ def exit_head_kernel(  # type: ignore[no-untyped-def]
         sums = new_sums
 
     for row in tl.static_range(ROWS):
-        score = tl.sum(sums[row], 1) * scales[row]
+        score = tl.sum(sums[row], 1) * norm_scale(hidden, first_row + row, num_rows, epsilon, SIZE)
         if BIAS:
             score += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
         live = first_row + row < num_rows

@@ -41,18 +41,18 @@ def order_of_sums(kernel: Any) -> set[str]:
     return {f"{shape} {layouts[layout]}" for shape, layout in types if "f32" in shape}
 
 
-@pytest.mark.parametrize("noise", [False, True])
-@pytest.mark.parametrize("size", [576, 4096])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype, size, noise", [(torch.float32, 576, True), (torch.bfloat16, 4096, False), (torch.bfloat16, 4096, True)]
+)
 @pytest.mark.parametrize("card", CARDS)
 def test_it_compiles_without_spills_and_sums_in_one_order(card, dtype, size, noise, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     orders = []
-    for num_rows in (1, 2, 3):
+    for num_rows in (1, 3):
         kernel = compiled(card, dtype, num_rows, size, noise=noise)
         assert_fits(kernel, card, tmp_path)
         orders.append(order_of_sums(kernel))
-    assert orders[0] and orders[0] == orders[1] == orders[2], "rows of different calls are summed in different orders"
+    assert orders[0] and orders[0] == orders[1], "rows of different calls are summed in different orders"
 
 
 @pytest.mark.parametrize("width", [100, 128256, 262144])
