@@ -146,7 +146,7 @@ def best_of_chunk_kernel(  # type: ignore[no-untyped-def]
     tl.store(best_at + place, tl.min(tl.where(x == top, at, FAR), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def accept_matching_kernel(  # type: ignore[no-untyped-def]
     drafted,
     best,
@@ -170,16 +170,17 @@ def accept_matching_kernel(  # type: ignore[no-untyped-def]
     inside = (lane <= k)[:, None] & (chunk < CHUNKS)[None, :]
     x = tl.load(best + places[:, None] + chunk[None, :], mask=inside, other=float("-inf"))
     first = tl.min(tl.where(x == tl.max(x, 1)[:, None], chunk[None, :], FAR), 1)
-    chosen = tl.load(best_at + places + first, mask=lane <= k, other=-1).to(tl.int64)
+    chosen = tl.load(best_at + places + first, mask=lane <= k, other=0).to(tl.int64)
+    # Behind the drafted tokens stands one that is no choice, so that no more than k agree.
     tokens = tl.load(drafted + row * k + lane, mask=lane < k, other=-1)
-    count = tl.min(tl.where((lane < k) & (tokens == chosen), LANES, lane), 0)
+    count = tl.min(tl.where(tokens == chosen, LANES, lane), 0)
     tl.store(accepted + row, count)
     tl.store(following + row, tl.sum(tl.where(lane == count, chosen, 0), 0))
     if COMMIT:
         store_committed(row, count, committed, active, new_committed)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def residual_of_chunk_kernel(  # type: ignore[no-untyped-def]
     drafted,
     draft,
@@ -216,7 +217,7 @@ def residual_of_chunk_kernel(  # type: ignore[no-untyped-def]
     tl.store(accepted + row, count, mask=chunk == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def draw_kernel(  # type: ignore[no-untyped-def]
     drafted,
     draft,

@@ -92,7 +92,7 @@ def merge_constants(width: int, token_ids: Tensor | None) -> dict[str, int | boo
     return {"TILES": tiles, "PADDED": triton.next_power_of_2(tiles), "MAPPED": token_ids is not None}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def exit_head_kernel(  # type: ignore[no-untyped-def]
     hidden,
     norm,
