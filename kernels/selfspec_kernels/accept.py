@@ -80,9 +80,9 @@ def accept_ratio(
         commit: as in `accept_greedy`.
     """
     if on_gpu(target):
-        from selfspec_kernels import accept_kernel
+        from selfspec_kernels import accept_ratio_kernel
 
-        return Accepted(*accept_kernel.accept_ratio(drafted, draft, target, uniforms, commit))
+        return Accepted(*accept_ratio_kernel.accept_ratio(drafted, draft, target, uniforms, commit))
     return _with_commit(*reference.accept_ratio(drafted, draft, target, uniforms), commit)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from selfspec_kernels import accept, accept_kernel
+from selfspec_kernels import accept, accept_kernel, accept_ratio_kernel
 from selfspec_kernels import accept_reference as reference
-from selfspec_kernels.accept_kernel import accept_matching, accept_ratio
+from selfspec_kernels.accept_kernel import accept_matching
+from selfspec_kernels.accept_ratio_kernel import accept_ratio
 
 # (sequences, drafted tokens, vocabulary)
 SHAPES = [(1, 0, 1), (2, 1, 1), (3, 4, 97), (1, 2, 64), (2, 8, 65), (5, 3, 130), (1, 3, 1000)]
@@ -271,10 +272,10 @@ class TestTheOpsAreTheseOnAGpu:
     def told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: list[str] = []
         monkeypatch.setattr(accept, "on_gpu", lambda tensor: True)
-        for name in ("accept_matching", "accept_ratio"):
-            genuine = getattr(accept_kernel, name)
+        for module, name in ((accept_kernel, "accept_matching"), (accept_ratio_kernel, "accept_ratio")):
+            genuine = getattr(module, name)
             spy = lambda *rest, name=name, genuine=genuine: self.ran.append(name) or genuine(*rest)  # noqa: E731
-            monkeypatch.setattr(accept_kernel, name, spy)
+            monkeypatch.setattr(module, name, spy)
 
     def test_acceptance(self):
         p, q, noise = probabilities(4, 3, 150), probabilities(4, 2, 150, seed=1), uniforms(4, 2)

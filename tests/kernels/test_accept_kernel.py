@@ -53,7 +53,7 @@ def test_matching_compiles_without_spills(card, width, noise, tmp_path, monkeypa
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("card", CARDS)
 def test_the_ratio_test_compiles_without_spills(card, width, dtype, draft, tmp_path, monkeypatch):
-    from selfspec_kernels import accept_kernel as kernels
+    from selfspec_kernels import accept_ratio_kernel as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     whole, merged = kernels.launch_constants(width, 16)

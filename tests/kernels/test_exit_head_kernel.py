@@ -68,6 +68,7 @@ def test_the_merge_compiles_without_spills(card, width, tmp_path, monkeypatch):
 def test_one_list_of_dtypes_says_what_runs_on_gpus() -> None:
     from selfspec_kernels import (
         accept_kernel,
+        accept_ratio_kernel,
         exit_head_kernel,
         exit_loss_kernel,
         packed_linear,
@@ -75,5 +76,13 @@ def test_one_list_of_dtypes_says_what_runs_on_gpus() -> None:
         silu_mul_kernel,
     )
 
-    modules = (accept_kernel, exit_head_kernel, exit_loss_kernel, packed_linear, rms_norm_kernel, silu_mul_kernel)
+    modules = (
+        accept_kernel,
+        accept_ratio_kernel,
+        exit_head_kernel,
+        exit_loss_kernel,
+        packed_linear,
+        rms_norm_kernel,
+        silu_mul_kernel,
+    )
     assert {module.DTYPES for module in modules} == {ops.GPU_DTYPES}
