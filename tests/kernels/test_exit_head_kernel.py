@@ -68,7 +68,6 @@ def test_the_merge_compiles_without_spills(card, width, tmp_path, monkeypatch):
 def test_one_list_of_dtypes_says_what_runs_on_gpus() -> None:
     from selfspec_kernels import (
         accept_kernel,
-        accept_ratio_kernel,
         exit_head_kernel,
         exit_loss_kernel,
         packed_linear,
@@ -78,7 +77,6 @@ def test_one_list_of_dtypes_says_what_runs_on_gpus() -> None:
 
     modules = (
         accept_kernel,
-        accept_ratio_kernel,
         exit_head_kernel,
         exit_loss_kernel,
         packed_linear,
