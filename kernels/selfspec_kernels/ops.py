@@ -15,8 +15,14 @@ from selfspec_kernels.weights import PackedWeight
 Mode = Literal["compiled", "reference", "wide"]
 """wide: the reference with products in fp32, for many rows of bf16 on CPUs that only emulate bf16."""
 
+Activation = Literal["silu", "gelu_tanh"]
+"""Of the gate of an MLP."""
+
 Norm = tuple[Tensor, float]
 """Weight and epsilon of an RMSNorm."""
+
+GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What Triton's kernels load."""
 
 
 def compiled(tensor: Tensor) -> bool:
@@ -30,22 +36,9 @@ def triton_available() -> bool:
     return find_spec("triton") is not None
 
 
-def packed_on_gpu(tensor: Tensor) -> bool:
-    """Whether inputs like this are multiplied with packed weights by Triton."""
-    if tensor.device.type != "cuda" or not triton_available():
-        return False
-    from selfspec_kernels import packed_linear
-
-    return tensor.dtype in packed_linear.DTYPES
-
-
-def losses_on_gpu(logits: Tensor) -> bool:
-    """Whether losses of logits like these and their gradient are computed by Triton."""
-    if logits.device.type != "cuda" or not triton_available():
-        return False
-    from selfspec_kernels import exit_loss_kernel as on_gpu
-
-    return logits.dtype in on_gpu.DTYPES
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether Triton's kernels run for tensors like this."""
+    return tensor.device.type == "cuda" and tensor.dtype in GPU_DTYPES and triton_available()
 
 
 def rotation_on_gpu(heads: Tensor) -> bool:
@@ -74,7 +67,7 @@ def has_compiled_attention(tensor: Tensor, head_size: int) -> bool:
 
 def has_packed_product(tensor: Tensor) -> bool:
     """Whether products of inputs like this with packed weights are fast: else weights are unpacked for each."""
-    return compiled(tensor) or packed_on_gpu(tensor)
+    return compiled(tensor) or on_gpu(tensor)
 
 
 def few_row_linear(
@@ -106,27 +99,98 @@ def few_row_linear(
     out_dtype = out_dtype or inputs.dtype
     if mode == "compiled" and compiled(inputs):
         return cpu.few_row_linear(inputs, weight, bias, norm, gated, residual, out_dtype)
-    if mode == "compiled" and isinstance(weight, PackedWeight) and packed_on_gpu(inputs):
-        return _around_packed_linear(inputs, weight, bias, norm, gated, residual, out_dtype)
+    if mode == "compiled" and on_gpu(inputs):
+        return _few_row_linear_on_gpu(inputs, weight, bias, norm, gated, residual, out_dtype)
     return reference.few_row_linear(inputs, weight, bias, norm, gated, residual, out_dtype, widen=mode == "wide")
 
 
-def _around_packed_linear(
+def _few_row_linear_on_gpu(
     inputs: Tensor,
-    weight: PackedWeight,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None,
     norm: Norm | None,
     gated: bool,
     residual: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """See `few_row_linear`; the product is Triton's, in `out_dtype`, and all else as in the reference."""
+    """See `few_row_linear`; norm, gating and products with packed weights are Triton's, all else the reference's."""
+    if norm is not None:
+        inputs = rms_norm(inputs, norm)
+    if gated:
+        inputs = silu_mul(inputs)
+    if isinstance(weight, Tensor):
+        return reference.few_row_linear(inputs, weight, bias, None, False, residual, out_dtype)
     from selfspec_kernels.packed_linear import packed_linear
 
-    product = packed_linear(reference.prepared(inputs, norm, gated), weight, out_dtype)
+    product = packed_linear(inputs, weight, out_dtype)
     if bias is not None:
         product = product + bias
     return (product if residual is None else residual + product).to(out_dtype)
+
+
+def rms_norm(inputs: Tensor, norm: Norm) -> Tensor:
+    """RMSNorm (arXiv 1910.07467) of rows [..., K], rounded to their dtype."""
+    if on_gpu(inputs):
+        from selfspec_kernels import rms_norm_kernel
+
+        return rms_norm_kernel.rms_norm(inputs, norm)
+    return reference.rms_norm(inputs, norm)
+
+
+def add_rms_norm(inputs: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """Return the sum of two [..., K], rounded to their dtype, and the RMSNorm of that rounded sum."""
+    if on_gpu(inputs):
+        from selfspec_kernels import rms_norm_kernel
+
+        return rms_norm_kernel.add_rms_norm(inputs, residual, norm)
+    return reference.add_rms_norm(inputs, residual, norm)
+
+
+def silu_mul(both: Tensor, activation: Activation = "silu") -> Tensor:
+    """Gate and up side by side [..., 2 K] → activation(gate) · up [..., K]; GELU is its tanh form (arXiv 1606.08415).
+
+    The reference rounds the activated gate to the dtype of `both` first; the kernel rounds the product only.
+    """
+    if on_gpu(both):
+        from selfspec_kernels import silu_mul_kernel
+
+        return silu_mul_kernel.silu_mul(both, activation)
+    return reference.silu_mul(both, activation)
+
+
+def exit_head(
+    hidden: Tensor,
+    norm: Norm,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    token_ids: Tensor | None = None,
+    gumbel: Tensor | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The token that final norm and head choose for a few rows; on GPUs their logits are not written.
+
+    Without noise it is that of the largest logit; with noise g it is drawn from the softmax of logits / temperature as
+    the one of the largest logit / temperature + g. The first of equals is chosen. Whether the kernel is faster than
+    norm, product and argmax one after another is measured, not assumed.
+
+    Args:
+        hidden: [..., K].
+        norm: of the hidden states.
+        weight: [N, K], the rows of the head for the N tokens there are to choose from.
+        bias: [N].
+        token_ids: [N], which tokens those are; None where they are 0..N - 1.
+        gumbel: [..., N].
+        temperature: above 0; only with noise.
+
+    Returns:
+        Tokens [...] and what they were chosen for [...], fp32.
+    """
+    if on_gpu(hidden):
+        from selfspec_kernels import exit_head_kernel
+
+        return exit_head_kernel.exit_head(hidden, norm, weight, bias, token_ids, gumbel, temperature)
+    return reference.exit_head(hidden, norm, weight, bias, token_ids, gumbel, temperature)
 
 
 def rope_kv_write(
@@ -236,8 +300,8 @@ def exit_loss(
     Returns:
         [n, 3] cross entropy, KL and total variation of every row, in fp32 (fp64 for fp64).
     """
-    if losses_on_gpu(logits):
-        from selfspec_kernels import exit_loss_kernel as on_gpu
+    if on_gpu(logits):
+        from selfspec_kernels import exit_loss_kernel
 
-        return on_gpu.exit_loss(logits, targets, teacher, parts)
+        return exit_loss_kernel.exit_loss(logits, targets, teacher, parts)
     return reference.exit_loss(logits, targets, teacher, parts)

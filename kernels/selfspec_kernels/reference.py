@@ -49,11 +49,44 @@ def few_row_linear(
 def prepared(inputs: Tensor, norm: tuple[Tensor, float] | None, gated: bool) -> Tensor:
     """Return what a product multiplies its weight with: inputs after their norm and gating."""
     if norm is not None:
-        inputs = F.rms_norm(inputs, norm[0].shape, *norm)
-    if gated:
-        gate, up = inputs.chunk(2, -1)
-        inputs = F.silu(gate).mul_(up)
-    return inputs
+        inputs = rms_norm(inputs, norm)
+    return silu_mul(inputs) if gated else inputs
+
+
+def rms_norm(inputs: Tensor, norm: tuple[Tensor, float]) -> Tensor:
+    """See `selfspec_kernels.rms_norm`."""
+    return F.rms_norm(inputs, norm[0].shape, *norm)
+
+
+def add_rms_norm(inputs: Tensor, residual: Tensor, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
+    """See `selfspec_kernels.add_rms_norm`."""
+    total = inputs + residual
+    return total, rms_norm(total, norm)
+
+
+def silu_mul(both: Tensor, activation: str = "silu") -> Tensor:
+    """See `selfspec_kernels.silu_mul`."""
+    gate, up = both.chunk(2, -1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+
+
+def exit_head(
+    hidden: Tensor,
+    norm: tuple[Tensor, float],
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor | None,
+    gumbel: Tensor | None,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """See `selfspec_kernels.exit_head`; the logits are written, in fp32, from unrounded norms."""
+    normed = rms_norm(hidden.float(), (norm[0].float(), norm[1]))
+    scores = F.linear(normed, weight.float(), None if bias is None else bias.float())
+    if gumbel is not None:
+        scores = scores / temperature + gumbel.float()
+    # Not `max`, which need not return the first of equals.
+    best = scores.argmax(-1)
+    return best if token_ids is None else token_ids[best], scores.gather(-1, best[..., None]).squeeze(-1)
 
 
 def rope_kv_write(

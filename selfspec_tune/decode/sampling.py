@@ -9,9 +9,12 @@ import hashlib
 from dataclasses import dataclass
 
 import torch
+from selfspec_kernels import draw, draw_with_gumbel
 from torch import Tensor
 
 from selfspec_tune.errors import UserError
+
+__all__ = ["GREEDY", "Noise", "SamplingParams", "distribution", "draw", "draw_with_gumbel"]
 
 NUCLEI = (64, 1024)
 """Numbers of most probable tokens among which top-p is looked for first."""
@@ -90,28 +93,6 @@ def _cut(probabilities: Tensor, ordered: Tensor, order: Tensor, top_p: float) ->
     # The total comes from a running sum: a reduction's order, and so its bits, would depend on the number of rows.
     ordered = ordered / ordered.cumsum(-1)[..., -1:]
     return torch.zeros_like(probabilities).scatter_(-1, order, ordered)
-
-
-def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """Draw one token per row by inverting the cumulative distribution.
-
-    Args:
-        probabilities: [..., V], non-negative, not all zero; need not be normalised.
-        uniform: [...] in [0, 1).
-
-    Returns:
-        Token ids [...]; never one of probability zero.
-    """
-    cumulative = probabilities.double().cumsum(-1)
-    target = uniform.double()[..., None] * cumulative[..., -1:]
-    token = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
-    last = probabilities.shape[-1] - 1 - (probabilities.flip(-1) > 0).int().argmax(-1)
-    return torch.minimum(token, last)
-
-
-def draw_with_gumbel(probabilities: Tensor, gumbel: Tensor) -> Tensor:
-    """Draw argmax(log p + g): the same noise g picks the same token wherever two distributions agree enough."""
-    return (probabilities.log() + gumbel).argmax(-1)
 
 
 class Noise:

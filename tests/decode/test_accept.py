@@ -55,6 +55,15 @@ def test_a_token_the_target_cannot_choose_is_never_accepted():
     assert (accepted.tolist(), following.tolist()) == ([0], [1])
 
 
+def test_the_last_number_is_that_of_the_token_after():
+    target, draft = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]]), torch.tensor([[[0.5, 0.5]]])
+    low, high = torch.tensor([0.1]), torch.tensor([0.9])
+    accepted, following = accept_ratio(torch.tensor([[0]]), draft, target, low[:, None], high)
+    assert (accepted.tolist(), following.tolist()) == ([1], [1])
+    accepted, following = accept_ratio(torch.tensor([[0]]), draft, target, high[:, None], low)
+    assert (accepted.tolist(), following.tolist()) == ([0], [1])
+
+
 def test_equal_distributions_always_accept():
     target = torch.rand(50, 2, 7, generator=torch.Generator().manual_seed(0)).softmax(-1)
     drafted = torch.randint(7, (50, 1))

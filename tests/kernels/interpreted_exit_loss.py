@@ -107,7 +107,7 @@ def test_a_row_that_is_not_finite_spoils_no_other(parts):
 
 
 def test_the_op_is_this_one_where_logits_are_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(ops, "losses_on_gpu", lambda logits: True)
+    monkeypatch.setattr(ops, "on_gpu", lambda logits: True)
     targets, teacher = torch.tensor([0, 149, 70]), numbers(3, 150, 1)
     first, second = numbers(3, 150, 0), numbers(3, 150, 0)
     losses = selfspec_kernels.exit_loss(first, targets, teacher, (0.0, 1.0, 0.0))

@@ -83,7 +83,7 @@ def test_a_head_of_many_rows():
 @pytest.mark.parametrize("bits, group", KINDS)
 def test_all_that_stands_around_the_product_is_that_of_the_reference(bits, group, monkeypatch):
     """On CPU tensors, told that they are a GPU's and that nothing is compiled for them."""
-    monkeypatch.setattr(ops, "packed_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(ops, "compiled", lambda tensor: False)
     weight, both, norm = packed(10, 64, bits, group), numbers(2, 3, 128, seed=3), (numbers(64, seed=4), 1e-5)
     for case in (
@@ -96,7 +96,7 @@ def test_all_that_stands_around_the_product_is_that_of_the_reference(bits, group
 
 
 def test_logits_of_16_bit_inputs_are_not_rounded(monkeypatch):
-    monkeypatch.setattr(ops, "packed_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(ops, "compiled", lambda tensor: False)
     weight, inputs = packed(10, 64, 8, 32), numbers(2, 64, dtype=torch.bfloat16)
     assert_near(ops.few_row_linear(inputs, weight, out_dtype=torch.float32), inputs, weight)

@@ -46,11 +46,11 @@ def test_it_compiles_without_spills(card, dtype, parts, tmp_path, monkeypatch):
 @needs_triton
 def test_only_gpus_and_known_dtypes_have_this_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu: Any = Fake("cuda", torch.bfloat16)
-    assert ops.losses_on_gpu(gpu)
+    assert ops.on_gpu(gpu)
     other: Any = Fake("cuda", torch.float64)
-    assert not ops.losses_on_gpu(other) and not ops.losses_on_gpu(torch.ones(1))
+    assert not ops.on_gpu(other) and not ops.on_gpu(torch.ones(1))
     monkeypatch.setattr(ops, "triton_available", lambda: False)
-    assert not ops.losses_on_gpu(gpu)
+    assert not ops.on_gpu(gpu)
 
 
 @pytest.mark.parametrize("rows", [1, 7])

@@ -27,3 +27,15 @@ ROPE_KV_WRITE = {FLOAT32: 1e-5, BFLOAT16: 4e-2}
 ROUNDED = {FLOAT32: 0.0, BFLOAT16: 2.0**-7, FLOAT16: 2.0**-10}
 """Relative to each result, which is rounded once: a unit in the last place. (To bf16 the interpreter cuts digits off.)
 """
+
+SMALLEST = {FLOAT32: 1e-30, BFLOAT16: 1e-30, FLOAT16: 2.0**-24}
+"""Absolute: below it a dtype has fewer digits than elsewhere, or none."""
+
+RMS_NORM = 2e-6
+"""Relative to each result: its scale is an fp32 sum of up to 600 squares, which are all positive."""
+
+SILU_MUL = 2e-5
+"""Relative to each result: the exponential of a number up to 90, whose own rounding counts that many times."""
+
+EXIT_HEAD = 4e-6
+"""Relative to a row's largest logit: fp32 sums of up to 600 products of both signs."""
