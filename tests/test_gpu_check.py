@@ -171,14 +171,15 @@ def test_an_op_that_is_off_is_seen(check: ModuleType, bench: Any, monkeypatch: p
 def test_text_that_differs_is_seen(check: ModuleType, bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from selfspec_tune.decode import round as round_module
 
-    monkeypatch.setattr(round_module, "accept_matching", accept_one_too_many)
+    monkeypatch.setattr(round_module, "accept_greedy", accept_one_too_many)
     found = result(check)
     sys.modules["gpu_parts.exactness"].check_exactness(bench, found)
     assert [target.met for target in found.targets] == [False, False]
 
 
-def accept_one_too_many(drafted: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def accept_one_too_many(drafted: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept one draft token more than agree, where there is one."""
+    chosen = logits.argmax(-1)
     stands = (drafted == chosen[:, :-1]).long().cumprod(1).sum(1)
     accepted = (stands + 1).clamp_max(drafted.shape[1])
     return accepted, chosen.gather(1, accepted[:, None])[:, 0]

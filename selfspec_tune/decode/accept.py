@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import selfspec_kernels
 import torch
-from selfspec_kernels import accept_matching
 from torch import Tensor
 
-__all__ = ["accept_matching", "accept_ratio"]
+
+def accept_greedy(drafted: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Accept the longest prefix of drafted tokens that are the target's first choice, see `selfspec_kernels`.
+
+    Args:
+        drafted: [B, k] draft tokens.
+        logits: [B, k + 1, V] of the target.
+
+    Returns:
+        accepted [B] in 0..k, and the token after the accepted ones [B].
+    """
+    return selfspec_kernels.accept_greedy(drafted, logits)[:2]
+
+
+def accept_shared(drafted: Tensor, target: Tensor, gumbel: Tensor) -> tuple[Tensor, Tensor]:
+    """Accept the longest prefix of drafted tokens that the target draws too with the same noise [B, k + 1, V].
+
+    Args and results as those of `accept_ratio`.
+    """
+    return selfspec_kernels.accept_shared(drafted, target, gumbel)[:2]
 
 
 def accept_ratio(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from selfspec_tune.artifact import Artifact
 from selfspec_tune.config import MAX_DRAFT_TOKENS
-from selfspec_tune.decode.accept import accept_matching, accept_ratio
+from selfspec_tune.decode.accept import accept_greedy, accept_ratio
 from selfspec_tune.decode.drafters import Draft, Drafter, Source, never
 from selfspec_tune.decode.engine import Engine
 from selfspec_tune.decode.graphs import recordings
@@ -253,11 +253,10 @@ def _verify(
 def accept_any(logits: Tensor, drafted: Tensor, q: Tensor | None, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Test [B, k] draft tokens against [B, k + 1, V] logits as the engine does; any noise costs the same."""
     if params.greedy:
-        return accept_matching(drafted, logits.argmax(-1))
+        return accept_greedy(drafted, logits)
     target = distribution(logits, params)
-    given = torch.nn.functional.one_hot(drafted, target.shape[-1]).float() if q is None else q
     uniform = torch.full(logits.shape[:2], 0.5, device=logits.device)
-    return accept_ratio(drafted, given, target, uniform[:, :-1], uniform[:, -1])
+    return accept_ratio(drafted, q, target, uniform[:, :-1], uniform[:, -1])
 
 
 def _between(medians: dict[str, float], k: int) -> float:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec_tune.decode.accept import accept_matching, accept_ratio
+from selfspec_tune.decode.accept import accept_greedy, accept_ratio, accept_shared
 from selfspec_tune.decode.drafters import Draft, Drafter, Enough, Source
 from selfspec_tune.decode.noises import Noises
 from selfspec_tune.decode.sampling import SamplingParams, distribution, draw, draw_with_gumbel
@@ -108,12 +108,10 @@ class Round:
         """Test [B, k] draft tokens against the target's logits [B, k + 1, V]; k may be 0."""
         k = drafted.shape[1]
         if self.params.greedy:
-            return accept_matching(drafted, logits.argmax(-1))
+            return accept_greedy(drafted, logits)
         target = distribution(logits, self.params)
         if self.params.reproducible:
-            size = target.shape[-1]
-            chosen = [draw_with_gumbel(target[:, at], self.noises.gumbel(at, size)) for at in range(k + 1)]
-            return accept_matching(drafted, torch.stack(chosen, 1))
+            noise = [self.noises.gumbel(offset, target.shape[-1]) for offset in range(k + 1)]
+            return accept_shared(drafted, target, torch.stack(noise, 1))
         uniform = self.uniform(k + 1)
-        given = q if q is not None else torch.nn.functional.one_hot(drafted, target.shape[-1]).float()
-        return accept_ratio(drafted, given, target, uniform[:, :k], uniform[:, k])
+        return accept_ratio(drafted, q, target, uniform[:, :k], uniform[:, k])

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from selfspec_kernels import accept_matching
 from tiny import tiny_model
 
 from selfspec_tune.decode import accept
 from selfspec_tune.decode import round as round_module
-from selfspec_tune.decode.accept import accept_matching, accept_ratio
+from selfspec_tune.decode.accept import accept_ratio
 from selfspec_tune.decode.drafters import Drafter
 from selfspec_tune.decode.drafters.exit_head import ExitHeadDrafter
 from selfspec_tune.decode.drafters.hybrid import HybridDrafter

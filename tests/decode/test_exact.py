@@ -164,11 +164,11 @@ class TestBrokenEnginesAreCaught:
         engine = engine_for(torch.float32)
         request = Request("a", prompt(120), 100)
         plain = engine.generate([request], GREEDY)[0][0]
-        genuine = round_module.accept_matching
+        genuine = round_module.accept_greedy
 
-        def accept(drafted, chosen):
-            accepted, following = genuine(drafted, chosen)
+        def accept(drafted, logits):
+            accepted, following = genuine(drafted, logits)
             return (accepted - 1).clamp_min(0), following
 
-        monkeypatch.setattr(round_module, "accept_matching", accept)
+        monkeypatch.setattr(round_module, "accept_greedy", accept)
         assert differences(plain, forced(engine, request, plain, 3, 3))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from selfspec_kernels import accept_matching
 from torch import Tensor
 
 from selfspec_tune.config import PromptConfig
 from selfspec_tune.decode import round as round_module
-from selfspec_tune.decode.accept import accept_matching
 from selfspec_tune.decode.drafters import ChooseToken, Draft
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
 from selfspec_tune.decode.engine import Engine
@@ -59,14 +59,16 @@ def test_nothing_differs(make_engine: Callable, requests: list[Request], dtype: 
     assert calls == [("losslessness", done, 12) for done in range(1, 13)]
 
 
-def accepts_one_too_many(drafted: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+def accepts_one_too_many(drafted: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    chosen = logits.argmax(-1)
     accepted, _ = accept_matching(drafted, chosen)
     accepted = (accepted + 1).clamp(max=drafted.shape[1])
     return accepted, chosen.gather(1, accepted[:, None]).squeeze(1)
 
 
-def accepts_one_too_few(drafted: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+def accepts_one_too_few(drafted: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     # Lossless, if slow: it must not be reported.
+    chosen = logits.argmax(-1)
     accepted, _ = accept_matching(drafted, chosen)
     accepted = (accepted - 1).clamp(min=0)
     return accepted, chosen.gather(1, accepted[:, None]).squeeze(1)
@@ -113,7 +115,7 @@ class SkipsTheFinalNorm(LayerSkipDrafter):
 def test_accepting_a_wrong_token_is_caught(
     make_engine: Callable, requests: list[Request], numerics: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(round_module, "accept_matching", accepts_one_too_many)
+    monkeypatch.setattr(round_module, "accept_greedy", accepts_one_too_many)
     found = check(make_engine(numerics=numerics), requests[1:])
     assert not found.passed and found.differing_tokens > 0 and not found.bitwise_logits
     first = found.first_difference
@@ -172,7 +174,7 @@ def test_what_is_slow_but_right_passes(
     bad = check(make_engine(), requests[1:], SkipsTheFinalNorm)
     assert bad.passed and bad.accepted == 0
     good = check(make_engine(), requests[1:])
-    monkeypatch.setattr(round_module, "accept_matching", accepts_one_too_few)
+    monkeypatch.setattr(round_module, "accept_greedy", accepts_one_too_few)
     slow = check(make_engine(), requests[1:])
     assert slow.passed and slow.accepted < good.accepted
 
