@@ -6,6 +6,7 @@ the engine's own. The speed-up predicted is τ/(c·k + v + o) with τ from a pro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -63,7 +64,7 @@ def check_rounds(bench: Bench, result: Result) -> None:
             ]
             entry: dict[str, Any] = {"exit_layer": exit_layer, "num_draft_tokens": k}
             entry["ideal_steps"] = k * costs.cost_ratio(exit_layer) + costs.verify_ratio(exit_layer, k)
-            entry["over_ideal"] = median(over_ideal(*turn, costs, exit_layer) for turn in turns[WARM_UP:])
+            entry["over_ideal"] = median(over_ideal(turn, costs, exit_layer) for turn in turns[WARM_UP:])
             found.append(entry)
             slowest = max(slowest, before - result.left())
     worst = max((each["over_ideal"] for each in found), default=None)
@@ -72,8 +73,10 @@ def check_rounds(bench: Bench, result: Result) -> None:
     result.aim("a round over its k·c + v, worst of all", worst, at_most=MOST_OF_IDEAL)
 
 
-def over_ideal(short: Stats, long: Stats, costs: Costs, exit_layer: int) -> float:
-    """Return the time that a long text's rounds take beyond a short one's over the sum of their k·c + v; batch size 1.
+def over_ideal(turn: Sequence[Stats], costs: Costs, exit_layer: int) -> float:
+    """Return the time that the rounds of the second text take beyond the first's, over the sum of their k·c + v.
+
+    Batch size 1; the second text is the longer one.
 
     What begins and ends a text, such as a round launched ahead that nobody needs, is in both and cancels out.
     """
@@ -84,7 +87,8 @@ def over_ideal(short: Stats, long: Stats, costs: Costs, exit_layer: int) -> floa
             steps += count * (k * costs.cost_ratio(exit_layer) + costs.verify_ratio(exit_layer, k))
         return steps * costs.plain
 
-    seconds = [stats.total_seconds - stats.prefill_seconds for stats in (short, long)]
+    short, long = turn
+    seconds = [stats.total_seconds - stats.prefill_seconds for stats in turn]
     return (seconds[1] - seconds[0]) / (ideal(long) - ideal(short))
 
 
