@@ -53,9 +53,9 @@ PARTS = {
     "exact": Part(check_exactness, "speculative against plain decoding, bit by bit", 105),
     "copy": Part(check_copy, "copy bandwidth", 10),
     "plain": Part(check_plain, "plain decoding against the roofline", 120),
-    "rounds": Part(check_rounds, "rounds against their pieces", 60),
-    "speedups": Part(check_speedups, "speed-ups against their prediction", 80),
-    "sizes": Part(check_sizes, "batch sizes and contexts", 45),
+    "rounds": Part(check_rounds, "rounds against their pieces", 75),
+    "speedups": Part(check_speedups, "speed-ups against their prediction", 110),
+    "sizes": Part(check_sizes, "batch sizes and contexts", 60),
 }
 """In the order they run. On a GPU all of them end within `--seconds`, whatever their budgets sum to."""
 UNHURRIED = 4

@@ -6,6 +6,7 @@ the engine's own. The speed-up predicted is τ/(c·k + v + o) with τ from a pro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -34,8 +35,8 @@ from .part import Bench, Result
 LATE_SCALE = 0.02
 """s of the texts on which rounds are timed: most of a draft stands, so that few tokens make many long rounds."""
 MOST_OF_IDEAL, LEAST_OF_PREDICTED = 1.05, 0.95
-TURNS = 2
-"""Times each text is decoded."""
+WARM_UP, TURNS = 2, 2
+"""Times each text is decoded before it counts, as rounds are first compiled and then recorded, and times it counts."""
 ALPHA = 0.85
 """α at which speed-ups of other sizes are computed from their costs."""
 
@@ -46,7 +47,7 @@ def check_rounds(bench: Bench, result: Result) -> None:
     costs = measure_costs(
         engine, GREEDY, max_draft_tokens=MAX_DRAFT_TOKENS, context_length=sizes.context, repeats=sizes.repeats
     )
-    request = Request("0", bench.random_tokens(sizes.context), sizes.timed_tokens)
+    requests = [Request("0", bench.random_tokens(sizes.context), tokens) for tokens in sizes.round_tokens]
     result.values |= {"plain_step_ms": 1000 * costs.plain, "context_length": sizes.context}
     result.values["rounds"] = found = []
     slowest = 0.0
@@ -57,11 +58,13 @@ def check_rounds(bench: Bench, result: Result) -> None:
             if not result.fits(f"rounds of E = {exit_layer}, k = {k}", slowest):
                 continue
             before = result.left()
-            # The first run warms up, and where rounds are recorded it records them.
-            runs = [engine.generate([request], GREEDY, drafter, DraftPolicy(k))[1] for _ in range(1 + TURNS)][1:]
+            turns = [
+                [engine.generate([request], GREEDY, drafter, DraftPolicy(k))[1] for request in requests]
+                for _ in range(WARM_UP + TURNS)
+            ]
             entry: dict[str, Any] = {"exit_layer": exit_layer, "num_draft_tokens": k}
             entry["ideal_steps"] = k * costs.cost_ratio(exit_layer) + costs.verify_ratio(exit_layer, k)
-            entry["over_ideal"] = median(over_ideal(stats, costs, exit_layer) for stats in runs)
+            entry["over_ideal"] = median(over_ideal(turn, costs, exit_layer) for turn in turns[WARM_UP:])
             found.append(entry)
             slowest = max(slowest, before - result.left())
     worst = max((each["over_ideal"] for each in found), default=None)
@@ -70,12 +73,23 @@ def check_rounds(bench: Bench, result: Result) -> None:
     result.aim("a round over its k·c + v, worst of all", worst, at_most=MOST_OF_IDEAL)
 
 
-def over_ideal(stats: Stats, costs: Costs, exit_layer: int) -> float:
-    """Return the time of a text decoded in rounds over the sum of their k·c + v; batch size 1."""
-    steps = float(stats.plain_steps)
-    for (_, k, _), count in stats.rounds_of.items():
-        steps += count * (k * costs.cost_ratio(exit_layer) + costs.verify_ratio(exit_layer, k))
-    return (stats.total_seconds - stats.prefill_seconds) / (steps * costs.plain)
+def over_ideal(turn: Sequence[Stats], costs: Costs, exit_layer: int) -> float:
+    """Return the time that the rounds of the second text take beyond the first's, over the sum of their k·c + v.
+
+    Batch size 1; the second text is the longer one.
+
+    What begins and ends a text, such as a round launched ahead that nobody needs, is in both and cancels out.
+    """
+
+    def ideal(stats: Stats) -> float:
+        steps = float(stats.plain_steps)
+        for (_, k, _), count in stats.rounds_of.items():
+            steps += count * (k * costs.cost_ratio(exit_layer) + costs.verify_ratio(exit_layer, k))
+        return steps * costs.plain
+
+    short, long = turn
+    seconds = [stats.total_seconds - stats.prefill_seconds for stats in turn]
+    return (seconds[1] - seconds[0]) / (ideal(long) - ideal(short))
 
 
 def check_speedups(bench: Bench, result: Result) -> None:
@@ -119,8 +133,8 @@ def measured_speedup(
     own = [cell for cell in score(dialled.profile, costs) if cell.exit_layer == exit_layer]
     best = ranked(own)[0]
     k = best.num_draft_tokens
-    requests = [prompt.request for prompt in prompts] * TURNS
-    ratios = speedups_in_turn(engine, requests, GREEDY, [exit_layer], [k])[exit_layer, k]
+    requests = [prompt.request for prompt in prompts] * (WARM_UP + TURNS)
+    ratios = speedups_in_turn(engine, requests, GREEDY, [exit_layer], [k])[exit_layer, k][WARM_UP * len(prompts) :]
     return {
         **dialled.to_dict(),
         "num_draft_tokens": k,

@@ -14,6 +14,7 @@ class Sizes:
         context: live cache length of plain decoding and of rounds.
         exact_tokens, text_tokens: tokens compared bit by bit at each batch size, in texts of so many.
         timed_tokens, repeats: tokens of a timed text, and repeats of a timed piece.
+        round_tokens: tokens of two texts whose difference is timed rounds, with neither beginning nor end.
         prompts, prompt_tokens, new_tokens: texts on which α is dialled and speed-ups are measured.
         copy_bytes: bytes copied to measure the bandwidth.
     """
@@ -30,6 +31,7 @@ class Sizes:
     exact_tokens: int
     text_tokens: int
     timed_tokens: int
+    round_tokens: tuple[int, int]
     repeats: int
     prompts: int
     prompt_tokens: int
@@ -50,10 +52,11 @@ FULL = Sizes(
     exact_tokens=2000,
     text_tokens=250,
     timed_tokens=96,
+    round_tokens=(32, 160),
     repeats=9,
-    prompts=4,
+    prompts=2,
     prompt_tokens=64,
-    new_tokens=96,
+    new_tokens=256,
     copy_bytes=1 << 32,
 )
 TINY = Sizes(
@@ -69,6 +72,7 @@ TINY = Sizes(
     exact_tokens=256,
     text_tokens=32,
     timed_tokens=24,
+    round_tokens=(8, 32),
     repeats=5,
     prompts=4,
     prompt_tokens=32,
