@@ -41,22 +41,13 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda" and tensor.dtype in GPU_DTYPES and triton_available()
 
 
-def rotation_on_gpu(heads: Tensor) -> bool:
-    """Whether heads like these are rotated and written into the cache by Triton."""
-    if heads.device.type != "cuda" or not triton_available():
-        return False
-    from selfspec_kernels import rope_kv_write_kernel as on_gpu
-
-    return heads.dtype in on_gpu.DTYPES
-
-
 def attention_on_gpu(tensor: Tensor, head_size: int) -> bool:
     """Whether attention over a cache like this tensor, of heads of this size, is computed by Triton."""
-    if tensor.device.type != "cuda" or not triton_available():
+    if not on_gpu(tensor):
         return False
-    from selfspec_kernels import ragged_attention_kernel as on_gpu
+    from selfspec_kernels import ragged_attention_kernel
 
-    return tensor.dtype in on_gpu.DTYPES and head_size % on_gpu.MULTIPLE == 0
+    return head_size % ragged_attention_kernel.MULTIPLE == 0
 
 
 def has_compiled_attention(tensor: Tensor, head_size: int) -> bool:
@@ -219,10 +210,10 @@ def rope_kv_write(
         Rotated queries, fp32 [B, T, H, D].
     """
     arguments = (heads, keys, values, positions, written, rotary, num_heads, norms)
-    if mode == "compiled" and rotation_on_gpu(heads):
-        from selfspec_kernels import rope_kv_write_kernel as on_gpu
+    if mode == "compiled" and on_gpu(heads):
+        from selfspec_kernels import rope_kv_write_kernel
 
-        return on_gpu.rope_kv_write(*arguments)
+        return rope_kv_write_kernel.rope_kv_write(*arguments)
     implementation = cpu if mode == "compiled" and compiled(heads) else reference
     return implementation.rope_kv_write(*arguments)
 
@@ -259,9 +250,11 @@ def ragged_attention(
         [B, T, H, D].
     """
     if attention_on_gpu(keys, keys.shape[3]):
-        from selfspec_kernels import ragged_attention_kernel as on_gpu
+        from selfspec_kernels import ragged_attention_kernel
 
-        return on_gpu.ragged_attention(query, keys, values, positions, scale, window, soft_cap, sinks, out_dtype)
+        return ragged_attention_kernel.ragged_attention(
+            query, keys, values, positions, scale, window, soft_cap, sinks, out_dtype
+        )
     if has_compiled_attention(keys, keys.shape[3]) and soft_cap is None and sinks is None:
         return cpu.ragged_attention(query, keys, values, positions, scale, window, out_dtype).view(query.shape)
     return reference.ragged_attention(query, keys, values, positions, scale, window, soft_cap, sinks, out_dtype)
@@ -276,9 +269,9 @@ def compact(storage: Tensor, rows: Tensor, committed: Tensor) -> None:
         committed: [B] slots of each row that are worth moving; those beyond them hold anything afterwards.
     """
     if storage.device.type == "cuda" and triton_available():
-        from selfspec_kernels import compact_kernel as on_gpu
+        from selfspec_kernels import compact_kernel
 
-        return on_gpu.compact(storage, rows, committed)
+        return compact_kernel.compact(storage, rows, committed)
     return reference.compact(storage, rows, committed)
 
 

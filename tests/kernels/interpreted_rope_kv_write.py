@@ -106,7 +106,7 @@ def test_a_row_that_is_not_finite_spoils_no_other():
 def test_the_op_is_this_one_where_heads_are_on_a_gpu(monkeypatch):
     case = Case([[3, 4, 4]], 2, normed=True)
     plain = case.run(selfspec_kernels.rope_kv_write)[0]
-    monkeypatch.setattr(ops, "rotation_on_gpu", lambda heads: True)
+    monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
     called = []
     genuine = rope_kv_write_kernel.rope_kv_write
     monkeypatch.setattr(rope_kv_write_kernel, "rope_kv_write", lambda *rest: called.append(1) or genuine(*rest))

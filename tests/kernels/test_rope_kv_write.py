@@ -102,6 +102,6 @@ def test_one_compiled_kernel_serves_all_calls_of_a_layer():
 def test_where_triton_rotates(monkeypatch: pytest.MonkeyPatch):
     gpu: Any = Fake("cuda", torch.bfloat16)
     other: Any = Fake("cuda", torch.float64)
-    assert ops.rotation_on_gpu(gpu) and not ops.rotation_on_gpu(other) and not ops.rotation_on_gpu(torch.ones(1))
+    assert ops.on_gpu(gpu) and not ops.on_gpu(other) and not ops.on_gpu(torch.ones(1))
     monkeypatch.setattr(ops, "triton_available", lambda: False)
-    assert not ops.rotation_on_gpu(gpu)
+    assert not ops.on_gpu(gpu)

@@ -33,7 +33,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(cpu, "enabled", False)
     monkeypatch.setattr(ops, "attention_on_gpu", lambda tensor, head_size: True)
-    monkeypatch.setattr(ops, "rotation_on_gpu", lambda heads: True)
+    monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
     for module, name in ((ragged_attention_kernel, "ragged_attention"), (rope_kv_write_kernel, "rope_kv_write")):
         monkeypatch.setattr(module, name, counted(module, name))
     return called
@@ -62,7 +62,7 @@ def test_decoding_runs_the_ops_of_the_gpu(model_type, changes, on_gpu, monkeypat
     ours = logits(decoder, tokens)
     assert on_gpu == ["rope_kv_write", "ragged_attention"] * 2
     monkeypatch.setattr(ops, "attention_on_gpu", lambda tensor, head_size: False)
-    monkeypatch.setattr(ops, "rotation_on_gpu", lambda heads: False)
+    monkeypatch.setattr(ops, "on_gpu", lambda tensor: False)
     assert decoder.mode(1, many_rows=False) == "reference"
     torch.testing.assert_close(ours, logits(decoder, tokens), rtol=0, atol=TOLERANCE)
     assert len(on_gpu) == 4
