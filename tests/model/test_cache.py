@@ -57,7 +57,7 @@ def test_kept_rows_move_to_the_front_and_can_be_written_and_grow():
     keys, values = cache.keys.clone(), cache.values.clone()
     cache.keep_rows(torch.tensor([1, 3]))
     cache.keep_rows(torch.tensor([0, 1]))
-    assert cache.batch_size == 2 and cache.committed.tolist() == [9, 128]
+    assert cache.batch_size == 2 and cache.committed.tolist() == [9, 128] and cache.keys.shape[1] == 2
     for place, (row, end) in enumerate(((1, 9), (3, 128))):
         assert torch.equal(cache.keys[:, place, :, :end], keys[:, row, :, :end])
         assert torch.equal(cache.values[:, place, :, :end], values[:, row, :, :end])
