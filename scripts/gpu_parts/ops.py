@@ -1,13 +1,13 @@
 """Part: every op on the device against its reference, on the same inputs.
 
-The table `CASES` is the whole list: a new op gets a line there (and its tolerance a line in `TOLERANCES`). The op is
-called as the library calls it, so on a GPU it is Triton's where there is one; the reference runs in fp64 where it can.
+`cases` here and `decoding_cases` are the whole list: a new op gets a line there, and its tolerance one in `TOLERANCES`.
+It is called as the library calls it, so on a GPU it is Triton's where there is one; the reference runs in fp64 where it
+can.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,51 +15,12 @@ import torch
 from selfspec_kernels import exit_loss, few_row_linear, pack, reference, rope_kv_write
 from torch import Tensor
 
+from .case import TOLERANCES, Case, Inputs, Tensors, error_of, numbers
+from .decoding_ops import decoding_cases
 from .part import Bench, Result
-
-Inputs = dict[str, Any]
-Tensors = tuple[Tensor, ...]
-
-TOLERANCES = {
-    # fp32 sums of up to 4,096 products in another order than that of fp64.
-    "sum": 4e-6,
-    # The CPU's packed product rounds each input by up to 1.5e-5 of its block's largest.
-    "packed on a CPU": 1e-4,
-    # In low precision norm, gating and product are each rounded on the way.
-    "sum in low precision": 2e-2,
-    # fp32 products and sums of two terms; angles are the same on both sides.
-    "rotation": 1e-5,
-    # exp of fp32 logarithms of up to 25, each known to 2e-6, and sums of 32,000 of them.
-    "loss": 3e-5,
-}
-"""By what an op does: the largest error allowed, relative to the largest number of the result."""
-ROUNDED = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-"""Relative to each number of a result: it is rounded once to its dtype, and the reference's may round the other way."""
 
 WIDTH, SIZE, VOCAB = 1024, 4096, 32000
 """N and K of products, and the logits of a loss."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """An op on some inputs.
-
-    Attributes:
-        op, reference: take inputs, which they may overwrite, and return all that the op gives.
-        inputs: makes them on a device, the same every time.
-        tolerance: a key of `TOLERANCES`.
-    """
-
-    name: str
-    op: Callable[[Inputs], Tensors]
-    reference: Callable[[Inputs], Tensors]
-    inputs: Callable[[torch.device], Inputs]
-    tolerance: str
-
-
-def numbers(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Return normal numbers, the same on every device."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def product_inputs(device: torch.device, *, rows: int, dtype: torch.dtype, kind: Any, around: str) -> Inputs:
@@ -177,27 +138,11 @@ def cases(device: torch.device) -> Iterator[Case]:
         )
 
 
-def error_of(case: Case, device: torch.device) -> float:
-    """Return the largest error relative to the largest number of each result, beyond one rounding.
-
-    Raises:
-        ValueError: a result is not finite, or of another shape.
-    """
-    worst = 0.0
-    for ours, wanted in zip(case.op(case.inputs(device)), case.reference(case.inputs(device)), strict=True):
-        if ours.shape != wanted.shape or not bool(ours.isfinite().all()):
-            raise ValueError(f"a result is not finite, or {list(ours.shape)} instead of {list(wanted.shape)}")
-        wide = wanted.double()
-        error = (ours.double() - wide).abs() - ROUNDED[ours.dtype] * wide.abs()
-        worst = max(worst, float(error.max() / wide.abs().max().clamp_min(1e-30)))
-    return worst
-
-
 @torch.inference_mode()
 def check_ops(bench: Bench, result: Result) -> None:
     """Run every case and hold its error against its tolerance; one that does not run is beyond any."""
     result.values["cases"] = found = []
-    for case in cases(bench.device):
+    for case in [*cases(bench.device), *decoding_cases(bench.device)]:
         entry: dict[str, Any] = {"name": case.name, "tolerance": TOLERANCES[case.tolerance], "why": case.tolerance}
         try:
             entry["error"] = error_of(case, bench.device)
