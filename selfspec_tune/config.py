@@ -113,7 +113,7 @@ class DecodeConfig(PromptConfig):
     batch_size: int = 1
     """Prompts of --input decoded together."""
     compile: bool = False
-    """Let torch.compile fuse the layers' small operations. The first run takes minutes; torch keeps what it made."""
+    """Let torch.compile fuse the layers' small operations; needs --numerics fast. The first run takes minutes."""
     json: bool = False
     """Print one JSON object instead of text."""
 

@@ -192,10 +192,7 @@ def measured_size(bench: Bench, engine: Engine, context_length: int) -> dict[str
 
 
 def memory_missing(bench: Bench, batch_size: int, context_length: int) -> float:
-    """Return the bytes by which the device's free memory falls short of a size; below 0 where it suffices.
-
-    Counted are the cache, and keys and values of a layer in fp32, which attention's reference makes.
-    """
+    """Return the bytes by which the device's free memory falls short of a size; below 0 where it suffices."""
     if bench.device.type != "cuda":
         return -1.0
     bench.release()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from selfspec_tune.config import MAX_DRAFT_TOKENS
 from selfspec_tune.decode.drafters import Drafter
+from selfspec_tune.decode.graphs import on_device
 from selfspec_tune.decode.policy import DraftPolicy, Policy
 from selfspec_tune.decode.requests import Completion, Request
 from selfspec_tune.decode.rounds import Rounds
@@ -82,7 +83,7 @@ class Engine:
             raise UserError("wrong number of requests for this batch size", got=len(requests), allowed=self.batch_size)
         for request in requests:
             self.check(request)
-        with torch.inference_mode():
+        with torch.inference_mode(), on_device(self.decoder.device):
             self.claim_decoder()
             run = Run(self, requests, params, drafter, policy or DraftPolicy(0), on_text)
             return run.completions, run.decode()

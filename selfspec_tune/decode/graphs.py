@@ -7,6 +7,7 @@ rows' state (`Round`), prepared random numbers, copied tokens. No GPU has run th
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -51,6 +52,11 @@ class Recordings:
 def recordings(decoder: LayeredDecoder) -> Recordings:
     """Return an empty collection, active where a decoder's passes read nothing on the host of a GPU."""
     return Recordings(active=decoder.device.type == "cuda" and decoder.compiled)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one: graphs, events and streams are those of the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class HostCopy:

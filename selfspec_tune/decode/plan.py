@@ -251,6 +251,13 @@ def make_plan(
     """Load the model and prepare to decode with it as `choose` decides."""
     choice = choose(artifact, options, model)
     decoder = load_decoder(model, dtype=options.dtype, device=options.device)
+    if options.compile and choice.numerics == "exact":
+        raise UserError(
+            "what torch.compile fuses is not certified for exact numerics",
+            got="--compile",
+            allowed="with --numerics fast",
+            command="--numerics fast --compile",
+        )
     if options.compile and not decoder.compile_layers():
         choice.notices.append("--compile has no effect: on this CPU the layers are one compiled call already")
     drafter = make_drafter(choice.settings, decoder, model) if choice.settings else None

@@ -21,7 +21,7 @@ from selfspec_tune.config import MAX_DRAFT_TOKENS
 from selfspec_tune.decode.accept import accept_greedy, accept_ratio
 from selfspec_tune.decode.drafters import Draft, Drafter, Source, never
 from selfspec_tune.decode.engine import Engine
-from selfspec_tune.decode.graphs import recordings
+from selfspec_tune.decode.graphs import on_device, recordings
 from selfspec_tune.decode.policy import ContextCosts, DraftCosts
 from selfspec_tune.decode.sampling import GREEDY, SamplingParams, distribution, draw
 from selfspec_tune.decode.verify import step_plain, verify
@@ -57,7 +57,8 @@ def plain_step_seconds(
                 decoder.rows, decoder.exact = rows, name == "exact"
                 cache.committed.fill_(context_length)
                 begin = time.perf_counter()
-                recorded.run(name, lambda: step_plain(decoder, cache, last).argmax(-1)).tolist()
+                with on_device(decoder.device):
+                    recorded.run(name, lambda: step_plain(decoder, cache, last).argmax(-1)).tolist()
                 if repeat >= 2:
                     seconds[name].append(time.perf_counter() - begin)
             progress("timing plain steps", repeat + 1, repeats + 2)
@@ -185,18 +186,19 @@ def draft_costs(
         seconds.setdefault(name, []).append(time.perf_counter() - begin)
         return result
 
-    with torch.inference_mode():
+    with torch.inference_mode(), on_device(decoder.device):
         cache, last = engine.ready([text] * engine.batch_size, drafter)
         cache.expected = context_length + MAX_DRAFT_TOKENS + 1
+        cache.committed.fill_(context_length)
+        source = (drafter.sources() or [Source(drafter.name)])[0]
+        # One draft for all repeats: what is recorded keeps its tensors, and their contents do not matter.
+        draft = drafter.propose(last, cache, MAX_DRAFT_TOKENS, _Chooser(params), source)
         for repeat in range(repeats + 2):
-            cache.committed.fill_(context_length)
             timed("plain", lambda: accept_any(step_plain(decoder, cache, last), last[:, None][:, :0], None, params)[1])
-            source = (drafter.sources() or [Source(drafter.name)])[0]
             for k in (1, 4):
                 # Where rounds are recorded, nobody asks how sure the draft is.
                 asked = not recorded.active
                 timed(f"draft {k}", partial(_propose, drafter, last, cache, k, source, params, asked=asked))
-            draft = drafter.propose(last, cache, MAX_DRAFT_TOKENS, _Chooser(params), source)
             for k in TIMED_VERIFICATIONS:
                 timed(f"verify {k}", partial(_verify, decoder, cache, last, draft, k, params))
             progress("timing the draft", repeat + 1, repeats + 2)

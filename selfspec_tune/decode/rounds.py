@@ -49,25 +49,27 @@ class Rounds:
         self.cache, self.params, self.decoder = cache, params, decoder
         self.noises = Noises(cache.batch_size, decoder.device)
         self.round = Round(decoder, cache, params, self.noises)
-        self._memory = cache.keys.data_ptr()
+        self._memory = cache.keys.data_ptr(), cache.capacity
         self._active: list[int] = []
         self.recorded = self._record()
         if self.recorded.active:
             self.round.uniform = self.noises.prepared
-        self._recorded_of: Drafter | None = None
+        # Of the drafter last in use; plain steps and the verification of copied tokens are every drafter's.
+        self._drafting = self._record()
+        self._drafter: Drafter | None = None
         shape = (cache.batch_size, MAX_DRAFT_TOKENS)
         self._given = torch.zeros(shape, dtype=torch.long, device=decoder.device)
 
     def serve(self, cache: SharedKVCache, params: SamplingParams) -> bool:
         """Whether these rounds are on this cache, where its memory is now, and choose tokens so."""
-        return self.cache is cache and self.params == params and self._memory == cache.keys.data_ptr()
+        return self.cache is cache and self.params == params and self._memory == (cache.keys.data_ptr(), cache.capacity)
 
     def start(self, drafter: Drafter | None) -> None:
         """Begin new requests: no row is active. Rounds recorded with another drafter are dropped."""
         self.activate([])
         self.round.last.zero_()
-        if drafter is not None and drafter is not self._recorded_of:
-            self.recorded, self._recorded_of = self._record(), drafter
+        if drafter is not None and drafter is not self._drafter:
+            self._drafting, self._drafter = self._record(), drafter
 
     def activate(self, rows: list[int]) -> None:
         """Say which rows are unfinished."""
@@ -80,24 +82,28 @@ class Rounds:
 
     def plain(self) -> Launched:
         """Launch a plain step."""
-        return Launched(None, self._replay(("plain", self.decoder.tap), 1, lambda: self.round.finish(None)))
+        return Launched(
+            None, self._replay(self.recorded, ("plain", self.decoder.tap), 1, lambda: self.round.finish(None))
+        )
 
     def speculative(self, drafter: Drafter, source: Source, k: int) -> Launched:
         """Launch a round of k tokens, which are drafted without asking how sure the draft is."""
-        if not self.recorded.active:
-            return self.verify(source, self.draft(drafter, source, k, None))
         part = drafter.part(source)
-        if part.reads_text:
+        if not self.recorded.active or (part.reads_text and not part.copies):
+            self._prepare(2 * k + 1)
+            return self.verify(source, self.draft(drafter, source, k, None))
+        if part.copies:
             # The host copies; only verification can be recorded, with the tokens in memory that stays where it is.
             given = Draft(self._given[:, :k], None, None, 0)
             given.tokens.copy_(part.propose(self.round.last, self.cache, k, _refuse, source).tokens)
-            kind = ("given", self.decoder.tap, k)
-            return Launched(source, self._replay(kind, k + 1, lambda: self.round.finish(given)))
+            given_kind = ("given", self.decoder.tap, k)
+            return Launched(source, self._replay(self.recorded, given_kind, k + 1, lambda: self.round.finish(given)))
 
         def body() -> Outcome:
             return self.round.finish(self.round.draft(drafter, source, k, never, confident=False))
 
-        return Launched(source, self._replay((source, drafter.exit_layer, k), 2 * k + 1, body))
+        kind = (source, drafter.exit_layer, k)
+        return Launched(source, self._replay(self._drafting, kind, 2 * k + 1, body))
 
     def draft(self, drafter: Drafter, source: Source, k: int, enough: Enough | None) -> Draft:
         """Draft k tokens, or fewer if `enough`."""
@@ -111,10 +117,14 @@ class Rounds:
         # Shared noise is made on the host, for positions that it must know.
         return Recordings(active=False) if self.params.reproducible else recordings(self.decoder)
 
-    def _replay(self, kind: Hashable, uniforms: int, body: Callable[[], Outcome]) -> Outcome:
+    def _replay(self, recorded: Recordings, kind: Hashable, uniforms: int, body: Callable[[], Outcome]) -> Outcome:
+        self._prepare(uniforms)
+        return recorded.run(kind, body)
+
+    def _prepare(self, uniforms: int) -> None:
+        """Draw so many numbers of every row for the coming round, where rounds take prepared ones."""
         if self.recorded.active and not self.params.greedy:
             self.noises.prepare(uniforms)
-        return self.recorded.run(kind, body)
 
 
 def _refuse(logits: Tensor, offset: int) -> tuple[Tensor, Tensor | None]:

@@ -102,7 +102,8 @@ class Run:
         slots = max(len(request.prompt_ids) for request in self.requests)
         if self._lag or self.decoder.device.type == "cuda":
             # All that can be needed, so that memory that graphs know never moves.
-            spare = (self._lag + 1) * (MAX_DRAFT_TOKENS + 1)
+            # A row may end beyond its limit, by a round of its own and those launched ahead, and still drafts there.
+            spare = (self._lag + 2) * (MAX_DRAFT_TOKENS + 1)
             slots = spare + max(
                 len(request.prompt_ids) + limit for request, limit in zip(self.requests, self.limits, strict=True)
             )
@@ -139,6 +140,7 @@ class Run:
         planned = self._plan()
         reach = sum(launched.most for launched in self._waiting) + 1 + (planned[1] if planned else 0)
         rounds.cache.expected = max(self._committed) + reach
+        assert not (self._lag or rounds.recorded.active) or rounds.cache.expected <= rounds.cache.capacity
         if planned is None:
             launched = rounds.plain()
         else:

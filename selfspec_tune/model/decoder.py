@@ -169,7 +169,7 @@ class LayeredDecoder:
 
     @property
     def layers_compiled(self) -> bool:
-        """Whether decoding runs compiled products too, which on GPUs are the library's: any rows have the same bits."""
+        """Whether products are compiled too, so that any number of rows has the same bits; on GPUs they are not."""
         return self.mode(1, many_rows=False) == "compiled" and compiled(self.head[0])
 
     @property

@@ -108,7 +108,7 @@ class LayerStack:
         One graph serves all layers, as weights are its arguments, and every number of rows has its own. They are cached
         on disk by torch.
         """
-        # Row counts of two functions, at most; the default of 8 would fall back to eager code without a word.
+        # Row counts of prefills' ends, one sequence at a time, and of batches; torch allows 8 and refuses more.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * MANY_ROWS)
         before: Callable[..., Tensor] = torch.compile(before_attention, fullgraph=True, dynamic=False)
         after: Callable[..., Tensor] = torch.compile(after_attention, fullgraph=True, dynamic=False)

@@ -22,6 +22,8 @@ CONFIRM_TOKENS = 64
 """Tokens of each at most."""
 CONFIRM_ROUNDS = 2
 """Times each prompt is decoded plainly and speculatively, in turn."""
+WARM_UPS = 2
+"""Decodings of the longest prompt before those timed, on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,12 @@ def confirm(
     for candidate in candidates:
         drafter, policy = trials.drafter(candidate.settings), candidate.policy(trials.config.max_draft_tokens)
         ratios, identical, counted = [], True, Stats()
+        if engine.decoder.device.type == "cuda":
+            # Kernels are compiled and rounds recorded at their first calls, which are no decoding.
+            longest = max(requests, key=lambda request: len(request.prompt_ids) + request.max_new_tokens)
+            for _ in range(WARM_UPS):
+                engine.generate([longest], params)
+                engine.generate([longest], params, drafter, candidate.policy(trials.config.max_draft_tokens))
         for number, request in enumerate(requests * CONFIRM_ROUNDS):
             trials.progress("confirm", done, total)
             if number == len(requests):

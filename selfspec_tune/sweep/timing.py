@@ -19,7 +19,7 @@ from torch import Tensor
 
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
 from selfspec_tune.decode.engine import Engine, certified_rows
-from selfspec_tune.decode.graphs import recordings
+from selfspec_tune.decode.graphs import on_device, recordings
 from selfspec_tune.decode.policy import DraftPolicy
 from selfspec_tune.decode.price import accept_any, plain_step_seconds
 from selfspec_tune.decode.requests import Request
@@ -59,7 +59,8 @@ def measure_costs(
     where = f"{context_length} tokens" + (f", batch {engine.batch_size}" if engine.batch_size > 1 else "")
     try:
         bench = Bench(decoder, params, context_length, max_draft_tokens, engine.batch_size)
-        samples = sample_in_turn(bench.pieces(), repeats, progress, f"measure costs at {where}")
+        with on_device(decoder.device):
+            samples = sample_in_turn(bench.pieces(), repeats, progress, f"measure costs at {where}")
         price = exact_price(engine, context_length=context_length, repeats=repeats, progress=progress)
     finally:
         decoder.rows, decoder.exact = before

@@ -207,3 +207,11 @@ def test_the_exit_of_the_texts_length_is_used(checkpoint, monkeypatch):
         plan = make_plan(str(checkpoint), None, changed, options)
         _, stats = plan.generate([long], SamplingParams())
         assert stats.rounds > 0 and plan.drafter.exit_layer == (options.exit_layer or 3)
+
+
+def test_what_torch_compiles_is_refused_in_exact_numerics(checkpoint):
+    options = DecodeConfig(compile=True, no_speculation=True, numerics="exact")
+    with pytest.raises(UserError, match="not certified"):
+        make_plan(str(checkpoint), None, None, options)
+    plan = make_plan(str(checkpoint), None, None, replace(options, numerics="fast"))
+    assert any("--compile has no effect" in notice for notice in plan.choice.notices)

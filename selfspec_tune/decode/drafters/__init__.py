@@ -67,6 +67,8 @@ class Drafter:
     exit_layer: int | None = None
     reads_text: bool = True
     """Whether it must know what was emitted (`extend`) before it drafts again; else rounds may be launched ahead."""
+    copies: bool = False
+    """Whether it proposes on the host, without choosing tokens from logits, so that the rest of a round is recorded."""
 
     @property
     def num_bytes(self) -> int:

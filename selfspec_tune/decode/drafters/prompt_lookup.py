@@ -94,6 +94,7 @@ class PromptLookupDrafter(Drafter):
     """
 
     name = "copy"
+    copies = True
 
     def __init__(self) -> None:
         self._rows: list[CopyIndex] = []
