@@ -102,8 +102,8 @@ class Run:
         slots = max(len(request.prompt_ids) for request in self.requests)
         if self._lag or self.decoder.device.type == "cuda":
             # All that can be needed, so that memory that graphs know never moves.
-            # A row may end beyond its limit, by a round of its own and those launched ahead, and still drafts there.
-            spare = (self._lag + 2) * (MAX_DRAFT_TOKENS + 1)
+            # A row may end beyond its limit by its last round and those launched ahead, and goes on drafting there.
+            spare = 2 * (self._lag + 1) * (MAX_DRAFT_TOKENS + 1)
             slots = spare + max(
                 len(request.prompt_ids) + limit for request, limit in zip(self.requests, self.limits, strict=True)
             )
