@@ -112,6 +112,8 @@ class DecodeConfig(PromptConfig):
     """Decode plainly, one token a step."""
     batch_size: int = 1
     """Prompts of --input decoded together."""
+    no_graphs: bool = False
+    """Do not record rounds as CUDA graphs: slower, for finding out whether a graph is at fault."""
     compile: bool = False
     """Let torch.compile fuse the layers' small operations; needs --numerics fast. The first run takes minutes."""
     json: bool = False

@@ -36,6 +36,7 @@ class Engine:
         after_commit: called with the cache after every commit (tests poison stale slots here).
         ahead: launch a round before the one before it is read, where the drafter does not need to know the text;
             None: on CUDA. What is launched beyond a completion's end is dropped, so the text is the same.
+        record: record rounds as CUDA graphs, where there is a GPU.
 
     Raises:
         UserError: no row count can be certified for exact numerics.
@@ -52,11 +53,13 @@ class Engine:
         keep_logits: bool = False,
         after_commit: Callable[[SharedKVCache], None] | None = None,
         ahead: bool | None = None,
+        record: bool = True,
     ) -> None:
         self.decoder, self.tokenizer, self.end_tokens = decoder, tokenizer, frozenset(end_tokens)
         self.numerics, self.batch_size = numerics, batch_size
         self.keep_logits, self.after_commit = keep_logits, after_commit
         self.rows = certified_rows(decoder, batch_size) if numerics == "exact" else ANY_ROWS
+        self.record = record
         self.ahead = decoder.device.type == "cuda" if ahead is None else ahead
         self._cache: SharedKVCache | None = None
         self._rounds: Rounds | None = None
@@ -104,7 +107,7 @@ class Engine:
         """
         cache, known = self.cache_for(slots), self._rounds
         if known is None or not known.serve(cache, params):
-            self._rounds = known = Rounds(self.decoder, cache, params)
+            self._rounds = known = Rounds(self.decoder, cache, params, record=self.record)
         return known
 
     def ready(self, texts: list[list[int]], drafter: Drafter) -> tuple[SharedKVCache, Tensor]:

@@ -267,6 +267,7 @@ def make_plan(
         end_tokens=end_tokens(decoder.model),
         numerics=choice.numerics,
         batch_size=options.batch_size,
+        record=not options.no_graphs,
     )
     for part in drafter.parts() if drafter else []:
         if part.num_bytes:

@@ -43,9 +43,13 @@ class Rounds:
 
     Args:
         decoder, cache, params: see `Round`.
+        record: record rounds as CUDA graphs where that can be done.
     """
 
-    def __init__(self, decoder: LayeredDecoder, cache: SharedKVCache, params: SamplingParams) -> None:
+    def __init__(
+        self, decoder: LayeredDecoder, cache: SharedKVCache, params: SamplingParams, *, record: bool = True
+    ) -> None:
+        self._records = record
         self.cache, self.params, self.decoder = cache, params, decoder
         self.noises = Noises(cache.batch_size, decoder.device)
         self.round = Round(decoder, cache, params, self.noises)
@@ -115,7 +119,8 @@ class Rounds:
 
     def _record(self) -> Recordings:
         # Shared noise is made on the host, for positions that it must know.
-        return Recordings(active=False) if self.params.reproducible else recordings(self.decoder)
+        can = self._records and not self.params.reproducible
+        return recordings(self.decoder) if can else Recordings(active=False)
 
     def _replay(self, recorded: Recordings, kind: Hashable, uniforms: int, body: Callable[[], Outcome]) -> Outcome:
         self._prepare(uniforms)

@@ -309,6 +309,14 @@ def test_rounds_as_they_are_recorded_give_the_same_text(decoder, name, params, m
     assert seen <= {("plain", None)} if "watched" in name else len(Rerun.kinds) > len(seen) > 0
 
 
+def test_nothing_is_recorded_where_that_is_not_wanted(decoder, monkeypatch):
+    monkeypatch.setattr(rounds_module, "recordings", lambda decoder: Rerun())
+    for record in (True, False):
+        Rerun.kinds = []
+        Engine(decoder, ahead=False, record=record).generate(requests(1, 9), GREEDY)
+        assert bool(Rerun.kinds) == record
+
+
 def test_rounds_are_kept_while_parameters_and_memory_are_the_same(decoder):
     engine = Engine(decoder)
     first = engine.rounds_for(100, GREEDY)
