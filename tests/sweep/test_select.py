@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from selfspec_tune import artifact as artifacts
@@ -199,7 +200,7 @@ def test_changed_tokens_are_seen(make_requests: MakeRequests) -> None:
             stats.count_round("copy", 2, 1)
         return [SimpleNamespace(token_ids=[1, 2, 3, 4, 6 if drafter else 5])], stats
 
-    engine: Any = SimpleNamespace(decoder=SimpleNamespace(num_layers=5), generate=generate)
+    engine: Any = SimpleNamespace(decoder=SimpleNamespace(num_layers=5, device=torch.device("cpu")), generate=generate)
     trials = no_book(engine, SweepConfig())
     [found] = confirm.confirm(trials, make_requests(2, 10), SamplingParams(), [candidate(COPY, 1.3, 1.0)])
     # Prefill does not count: one second against two.
