@@ -25,6 +25,7 @@ import transformers
 
 from selfspec_tune.config import PromptConfig
 from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.graphs import synchronise
 from selfspec_tune.decode.prompts import read_requests
 from selfspec_tune.decode.requests import Request
 from selfspec_tune.decode.sampling import SamplingParams
@@ -72,12 +73,6 @@ def measure_generate(model: Any) -> Measure:
         return (seconds(prompt, count + 1) - seconds(prompt, 1)) / count
 
     return measure
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait for a GPU; nothing on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def alternate(measures: dict[str, Measure], requests: list[Request], rounds: int) -> dict[str, list[float]]:

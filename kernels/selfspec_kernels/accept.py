@@ -111,8 +111,7 @@ def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """
     if not on_gpu(probabilities):
         return reference.draw(probabilities, uniform)
-    rows = probabilities.reshape(-1, 1, probabilities.shape[-1])
-    nothing = rows.new_empty(len(rows), 0, dtype=torch.int64)
+    nothing, rows = _rounds_without_draft(probabilities)
     return accept_ratio(nothing, None, rows, uniform.reshape(-1, 1)).following.view(uniform.shape)
 
 
@@ -127,10 +126,15 @@ def draw_with_gumbel(probabilities: Tensor, gumbel: Tensor) -> Tensor:
     """
     if not on_gpu(probabilities):
         return reference.draw_with_gumbel(probabilities, gumbel)
-    rows = probabilities.reshape(-1, 1, probabilities.shape[-1])
-    nothing = rows.new_empty(len(rows), 0, dtype=torch.int64)
+    nothing, rows = _rounds_without_draft(probabilities)
     tokens = accept_shared(nothing, rows, gumbel.expand_as(probabilities).reshape(rows.shape)).following
     return tokens.view(probabilities.shape[:-1])
+
+
+def _rounds_without_draft(probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows [..., V] as rounds in which nothing was drafted: tokens [B, 0] and p [B, 1, V]."""
+    rows = probabilities.reshape(-1, 1, probabilities.shape[-1])
+    return rows.new_empty(len(rows), 0, dtype=torch.int64), rows
 
 
 def _with_commit(accepted: Tensor, following: Tensor, commit: tuple[Tensor, Tensor] | None) -> Accepted:

@@ -19,10 +19,10 @@ from bench_plain import (  # type: ignore[import-not-found]  # beside gpu_check.
     measure_engine,
     measure_generate,
     summarise,
-    synchronise,
 )
 
 from selfspec_tune.decode.engine import Engine
+from selfspec_tune.decode.graphs import synchronise
 from selfspec_tune.decode.requests import Request
 
 from .part import Bench, Result

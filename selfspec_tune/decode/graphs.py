@@ -59,6 +59,17 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def synchronise(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def upload(values: Tensor, target: Tensor) -> None:
+    """Write the host's values into a tensor of a device, in the order of its work and without waiting for it."""
+    target.copy_(values.pin_memory() if target.device.type == "cuda" else values, non_blocking=True)
+
+
 class HostCopy:
     """A tensor on its way to the host. Reading it waits for this copy and for nothing launched after it."""
 

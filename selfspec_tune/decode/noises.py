@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from selfspec_tune.config import MAX_DRAFT_TOKENS
+from selfspec_tune.decode.graphs import upload
 from selfspec_tune.decode.sampling import Noise, draw, draw_with_gumbel
 
 MOST = 2 * MAX_DRAFT_TOKENS + 1
@@ -38,12 +39,9 @@ class Noises:
 
         A recorded round reads them there. The numbers are those it would have drawn itself.
         """
-        drawn = self._draw(count)
         if self._ready is None:
             self._ready = torch.empty(self.batch_size, MOST, dtype=torch.float64, device=self.device)
-        if self.device.type == "cuda":
-            drawn = drawn.pin_memory()
-        self._ready[:, :count].copy_(drawn, non_blocking=True)
+        upload(self._draw(count), self._ready[:, :count])
         self._taken = 0
 
     def uniform(self, count: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from selfspec_tune.config import MAX_DRAFT_TOKENS
 from selfspec_tune.decode.drafters import Draft, Drafter, Enough, Source, never
-from selfspec_tune.decode.graphs import HostCopy, Recordings, recordings
+from selfspec_tune.decode.graphs import HostCopy, Recordings, recordings, upload
 from selfspec_tune.decode.noises import Noises
 from selfspec_tune.decode.round import Outcome, Round
 from selfspec_tune.decode.sampling import SamplingParams
@@ -79,10 +79,7 @@ class Rounds:
         """Say which rows are unfinished."""
         if rows != self._active:
             self._active = list(rows)
-            flags = torch.tensor([row in rows for row in range(self.cache.batch_size)])
-            if self.decoder.device.type == "cuda":
-                flags = flags.pin_memory()
-            self.round.active.copy_(flags, non_blocking=True)
+            upload(torch.tensor([row in rows for row in range(self.cache.batch_size)]), self.round.active)
 
     def plain(self) -> Launched:
         """Launch a plain step."""

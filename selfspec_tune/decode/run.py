@@ -18,6 +18,7 @@ from torch import Tensor
 
 from selfspec_tune.config import MAX_DRAFT_TOKENS
 from selfspec_tune.decode.drafters import Drafter, Source
+from selfspec_tune.decode.graphs import synchronise
 from selfspec_tune.decode.policy import Policy
 from selfspec_tune.decode.requests import Completion, Request
 from selfspec_tune.decode.rounds import Launched, Rounds
@@ -75,7 +76,7 @@ class Run:
                 completion.finish_reason = "length"
         if self._active():
             self._prefill(rounds)
-            self._synchronise()
+            synchronise(self.decoder.device)
             self.stats.prefill_seconds = time.perf_counter() - begin
         try:
             while self._active():
@@ -91,7 +92,7 @@ class Run:
             if stream is not None:
                 self._show(row, stream.finish())
                 self.completions[row].text = stream.text
-        self._synchronise()
+        synchronise(self.decoder.device)
         self.stats.total_seconds = time.perf_counter() - begin
         if self.policy.stopped:
             self.stats.enabled = False
@@ -151,7 +152,7 @@ class Run:
             else:
                 enough = partial(self._enough, rounds, source) if self.policy.wants_confidence else None
                 draft = rounds.draft(self.drafter, source, k, enough)
-                self._synchronise()
+                synchronise(self.decoder.device)
                 self._charge("draft_seconds")
                 launched = rounds.verify(source, draft)
         if self.engine.keep_logits and self._lag:
@@ -224,7 +225,3 @@ class Run:
         now = time.perf_counter()
         setattr(self.stats, name, getattr(self.stats, name) + now - self._clock)
         self._clock = now
-
-    def _synchronise(self) -> None:
-        if self.decoder.device.type == "cuda":
-            torch.cuda.synchronize(self.decoder.device)

@@ -170,7 +170,7 @@ class LayeredDecoder:
     @property
     def layers_compiled(self) -> bool:
         """Whether products are compiled too, so that any number of rows has the same bits; on GPUs they are not."""
-        return self.mode(1, many_rows=False) == "compiled" and compiled(self.head[0])
+        return self.compiled and compiled(self.head[0])
 
     @property
     def compiled(self) -> bool:
@@ -182,7 +182,7 @@ class LayeredDecoder:
 
         Weights stay where they are. On a CPU with compiled ops a whole stack is one call already.
         """
-        has_effect = self.fused and not (self.device.type == "cpu" and self.compiled)
+        has_effect = self.fused and not self.layers_compiled
         if has_effect:
             self._stack.compile()
         return has_effect

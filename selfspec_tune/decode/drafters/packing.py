@@ -14,6 +14,8 @@ import torch
 from selfspec_kernels import Mode, PackedWeight, few_row_linear
 from torch import Tensor
 
+from selfspec_tune.decode.graphs import synchronise
+
 REPEATS, WARM_UP = 15, 2
 """Calls of each product that are timed, and before them those that are not: the first compiles the kernel."""
 COLD_BYTES = 256 << 20
@@ -60,15 +62,10 @@ def product_seconds(weight: Tensor, packed: PackedWeight, mode: Mode) -> tuple[f
     for _ in range(WARM_UP + REPEATS):
         for operand, arithmetic, seconds in ways:
             others.zero_()
-            _synchronise(weight)
+            synchronise(weight.device)
             start = perf_counter()
             few_row_linear(inputs, operand, mode=arithmetic)
-            _synchronise(weight)
+            synchronise(weight.device)
             seconds.append(perf_counter() - start)
     as_it_is, smaller = (median(seconds[WARM_UP:]) for *_, seconds in ways)
     return as_it_is, smaller
-
-
-def _synchronise(tensor: Tensor) -> None:
-    if tensor.device.type == "cuda":
-        torch.cuda.synchronize(tensor.device)
