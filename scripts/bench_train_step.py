@@ -10,7 +10,7 @@ One process, in turn, so that a busy machine slows all alike. A step is forward,
 The result is the median over rounds of an arm's time ÷ plain's in the same round, with quartiles; below 1 it is cheaper
 than plain fine-tuning. `layers` counts the calls of layers, so that a dropped one is seen not to be run.
 
-    python scripts/bench_train_step.py MODEL [--rounds 8] [--batch-size 4] [--length 512] [--json]
+    python scripts/bench_train_step.py MODEL [--rounds 8] [--batch-size 4] [--length 512] [--counted 0.6] [--json]
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class Steps:
         self.model = self.accelerator.unwrap_model(self.module).model
         shape = (options.batch_size, options.length)
         self.ids = torch.randint(model.config.vocab_size, shape, device=self.accelerator.device)
-        self.counted = torch.ones_like(self.ids, dtype=torch.bool)
+        # As in a chat: the question first, and no loss on it.
+        self.counted = torch.arange(options.length, device=self.ids.device) >= options.length * (1 - options.counted)
+        self.counted = self.counted.expand_as(self.ids).contiguous()
         self.calls = 0
         for layer in self.model.model.layers:
             layer.register_forward_hook(self._count)
@@ -103,7 +105,8 @@ class Steps:
 
     def _transformers(self, _: int) -> torch.Tensor:
         with self.accelerator.autocast():
-            loss: torch.Tensor = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+            labels = self.ids.masked_fill(~self.counted, -100)
+            loss: torch.Tensor = self.model(input_ids=self.ids, labels=labels, use_cache=False).loss
         return loss
 
     def _active(self, turn: int) -> tuple[int, ...]:
@@ -145,6 +148,8 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     """Load, measure and summarise."""
     if min(options.rounds, options.batch_size, options.exits_per_step) < 1 or options.length < 2:
         raise UserError("rounds, batch-size and exits-per-step must be 1 or more, length 2 or more")
+    if not 0 < options.counted <= 1:
+        raise UserError(f"--counted is a share of the tokens, above 0 and at most 1; it was {options.counted}")
     steps = Steps(options)
     times, layers = alternate(steps, options.rounds)
     device = steps.accelerator.device
@@ -161,7 +166,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
             "transformers": transformers.__version__,
         },
         **{name: getattr(options, name) for name in ("batch_size", "length", "exits_per_step", "exit_loss", "dropout")},
-        **{name: getattr(options, name) for name in ("dropout_schedule", "freeze_embeddings", "lora_rank")},
+        **{name: getattr(options, name) for name in ("dropout_schedule", "freeze_embeddings", "lora_rank", "counted")},
     }
 
 
@@ -169,8 +174,9 @@ def show(result: dict[str, Any]) -> None:
     """Print the result for people."""
     print(", ".join(f"{name} {value}" for name, value in result["measured_on"].items()))
     print(
-        f"batch {result['batch_size']} x {result['length']}, exits {result['exits']}, {result['exits_per_step']} a "
-        f"step, {result['exit_loss']}, dropout {result['dropout']} {result['dropout_schedule']}, "
+        f"batch {result['batch_size']} x {result['length']}, loss on {result['counted']:.0%} of it, "
+        f"exits {result['exits']}, {result['exits_per_step']} a step, {result['exit_loss']}, "
+        f"dropout {result['dropout']} {result['dropout_schedule']}, "
         f"LoRA rank {result['lora_rank']}, embeddings {'frozen' if result['freeze_embeddings'] else 'trained'}"
     )
     for name, seconds in result["seconds"].items():
@@ -188,6 +194,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=8, help="[default: %(default)s]")
     parser.add_argument("--batch-size", type=int, default=4, help="[default: %(default)s]")
     parser.add_argument("--length", type=int, default=512, help="[default: %(default)s]")
+    parser.add_argument(
+        "--counted", type=float, default=1.0, help="share of the tokens with a loss, as in chats [default: %(default)s]"
+    )
     parser.add_argument("--exits", type=exit_list, default=(0.2, 0.33, 0.5, 0.7), help="[default: %(default)s]")
     parser.add_argument("--exits-per-step", type=int, default=1, help="[default: %(default)s]")
     parser.add_argument("--exit-loss", default="kl", choices=["kl", "ce", "tv", "mixture"])

@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "model": Part(make_model, "a synthetic model, and what is compiled for it", 60),
-    "ops": Part(check_ops, "ops against their references", 40),
+    "ops": Part(check_ops, "ops against their references", 60),
     "rows": Part(check_rows, "row counts with equal bits", 25),
     "exact": Part(check_exactness, "speculative against plain decoding, bit by bit", 105),
     "copy": Part(check_copy, "copy bandwidth", 10),

@@ -6,6 +6,7 @@ No figure's size is asserted but of what must hold anywhere: ops near their refe
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -18,7 +19,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import selfspec_kernels
 import torch
+from selfspec_kernels import accept_reference, reference
 
 from selfspec_tune.decode.drafters import Draft
 from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
@@ -26,6 +29,13 @@ from selfspec_tune.decode.drafters.layer_skip import LayerSkipDrafter
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts"
 PARTS = ["model", "ops", "rows", "exact", "copy", "plain", "rounds", "speedups", "sizes"]
+CASES = 44
+CPU = torch.device("cpu")
+NO_OPS = {
+    *("accept_matching", "block_attention", "visibility_bias"),  # PyTorch on every device
+    *("compiled", "has_compiled_attention", "has_packed_product", "pack", "packed_bytes"),
+}
+"""Functions of `selfspec_kernels` of which a device has no kernel."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +79,10 @@ def test_every_part_runs_and_says_that_it_was_no_gpu(tmp_path: Path) -> None:
         assert all(target["met"] is None and target["measured"] is not None for target in part["targets"])
     assert "CPU, tiny model" in done.stdout and "NOT MET" not in done.stdout
     values = {name: part["values"] for name, part in parts.items()}
-    assert len(values["ops"]["cases"]) == 42 and values["ops"]["beyond_tolerance"] == []
+    assert len(values["ops"]["cases"]) == CASES and values["ops"]["beyond_tolerance"] == []
+    functions = {name for name in selfspec_kernels.__all__ if inspect.isfunction(getattr(selfspec_kernels, name))}
+    named = [case["name"] for case in values["ops"]["cases"]]
+    assert {name.replace(",", " ").split()[0] for name in named} == functions - NO_OPS and len(set(named)) == CASES
     assert set(values["rows"]["classes"]) == {"1", "4", "8", "16"} and all(values["rows"]["classes"].values())
     for batch_size in (1, 8):
         exact = values["exact"][f"batch size {batch_size}"]
@@ -155,21 +168,88 @@ def test_what_is_left_out_for_time_is_said(
     assert said.err.count("skipped all of it") == 2
 
 
-def test_an_op_that_is_off_is_seen(check: ModuleType, bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = sys.modules["gpu_parts.ops"]
-    right, inputs = ops.few_row_linear, []
+def test_ops_that_are_off_are_seen(check: ModuleType, bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a tenth, by NaN, by a little more than the op's own tolerance, by one in a whole number, and by a slot."""
+    layers, tokens = sys.modules["gpu_parts.layer_cases"], sys.modules["gpu_parts.token_cases"]
+    linear, norm, greedy, compact = layers.few_row_linear, layers.rms_norm, tokens.accept_greedy, layers.compact
+    calls: list[Any] = []
 
     def off(**given: Any) -> torch.Tensor:
-        inputs.append(given)
-        return right(**given) * (1.1 if len(inputs) == 1 else float("nan") if len(inputs) == 2 else 1)
+        calls.append(given)
+        return linear(**given) * (1.1 if len(calls) == 1 else float("nan") if len(calls) == 2 else 1)
 
-    monkeypatch.setattr(ops, "few_row_linear", off)
+    def next_token(**given: Any) -> Any:
+        found = greedy(**given)
+        return found._replace(following=found.following + 1)
+
+    monkeypatch.setattr(layers, "few_row_linear", off)
+    monkeypatch.setattr(layers, "rms_norm", lambda **given: norm(**given) * (1 + 1e-5))
+    monkeypatch.setattr(layers, "compact", lambda cache, rows, ends: compact(cache, rows, ends - (ends == 129).long()))
+    monkeypatch.setattr(tokens, "accept_greedy", next_token)
     found = result(check)
-    ops.check_ops(bench, found)
-    first, second, *others = found.values["cases"]
-    assert first["error"] > 0.05 and "not finite" in second["failed"]
-    assert found.values["beyond_tolerance"] == [first["name"], second["name"]] and len(others) == 40
-    assert found.targets[0].measured == 2 and found.targets[0].met is False
+    sys.modules["gpu_parts.ops"].check_ops(bench, found)
+    bad = found.values["beyond_tolerance"]
+    cases = {case["name"]: case for case in found.values["cases"]}
+    assert [name.split()[0] for name in bad] == [
+        *("few_row_linear", "few_row_linear", "rms_norm", "compact", *("accept_greedy",) * 3)
+    ]
+    assert len(cases) == CASES
+    assert cases[bad[0]]["error"] > 0.05 and "not finite" in cases[bad[1]]["failed"]
+    assert bad[2].endswith("float32") and cases[bad[2]]["error"] < 2e-5
+    assert all("whole numbers differ" in cases[name]["failed"] for name in bad[3:])
+    assert found.targets[0].measured == 7 and found.targets[0].met is False
+
+
+def test_a_reference_of_nan_hides_nothing(check: ModuleType) -> None:
+    """No error is larger than NaN: any result would pass beside it."""
+    ops = sys.modules["gpu_parts.ops"]
+    given = [lambda inputs, value=value: (torch.full((3,), value),) for value in (1.0, float("nan"))]
+    with pytest.raises(ValueError, match="not finite"):
+        ops.error_of(ops.Case("an op", *given, lambda device: {}, "sum"), CPU)
+
+
+def test_no_choice_of_a_case_is_nearly_a_tie(check: ModuleType) -> None:
+    """Else arithmetic in another order may give another token, and a card that is right would seem wrong."""
+    cases = sys.modules["gpu_parts.token_cases"]
+    scores = []
+    for each in (cases.shared_inputs(CPU), cases.gumbel_inputs(CPU)):
+        scores.append(each.get("target", each.get("probabilities")).log() + each["gumbel"])
+    for rows, dtype, noisy in ((1, torch.bfloat16, False), (3, torch.float32, False), (5, torch.bfloat16, True)):
+        x = cases.head_inputs(CPU, rows=rows, dtype=dtype, noisy=noisy)
+        normed = reference.rms_norm(x["hidden"].double(), (x["norm"][0].double(), x["norm"][1]))
+        logits = normed @ x["weight"].double().T + x.get("bias", torch.zeros(1))
+        scores.append(logits / x.get("temperature", 1.0) + x.get("gumbel", 0.0))
+    for each in scores:
+        best, second = each.topk(2, -1).values.unbind(-1)
+        assert (best - second).min() > 1e-3
+    for factor in (1 - 1e-6, 1 + 1e-6):
+        x = cases.draw_inputs(CPU)
+        drawn = accept_reference.draw(x["probabilities"], x["uniform"])
+        assert torch.equal(accept_reference.draw(x["probabilities"], x["uniform"] * factor), drawn)
+        for vocab, certain in ((cases.VOCAB, False), (cases.VOCAB, True), (cases.LARGE_VOCAB, False)):
+            x = cases.ratio_inputs(CPU, vocab=vocab, certain=certain)
+            both = [accept_reference.accept_ratio(*list(x.values())[:3], x["uniforms"] * by) for by in (1, factor)]
+            assert torch.equal(torch.stack(both[0]), torch.stack(both[1]))
+
+
+def test_cases_hold_what_their_names_say(check: ModuleType) -> None:
+    layers, tokens = sys.modules["gpu_parts.layer_cases"], sys.modules["gpu_parts.token_cases"]
+    x = tokens.greedy_inputs(CPU, vocab=tokens.VOCAB, dtype=torch.bfloat16)
+    assert ((x["logits"] == x["logits"].amax(-1, keepdim=True)).sum(-1) > 1).all()
+    assert accept_reference.accept_greedy(x["drafted"], x["logits"])[0].tolist() == [0, 1, 2, 3, 4]
+    x = tokens.shared_inputs(CPU)
+    assert accept_reference.accept_shared(x["drafted"], x["target"], x["gumbel"])[0].tolist() == [0, 1, 2, 3, 4]
+    counts = set()
+    for vocab, certain in ((tokens.VOCAB, False), (tokens.VOCAB, True), (tokens.LARGE_VOCAB, False)):
+        x = tokens.ratio_inputs(CPU, vocab=vocab, certain=certain)
+        counts |= set(accept_reference.accept_ratio(*list(x.values())[:4])[0].tolist())
+    assert counts >= {0, 1, 2, 4}
+    x = layers.attention_inputs(CPU, rows=9, dtype=torch.bfloat16, window=100, capped=True)
+    for sequence, positions in enumerate(x["positions"].tolist()):
+        seen = torch.arange(x["keys"].shape[2])
+        seen = (seen > positions[0] - 100) & (seen <= positions[-1])
+        for part in ("keys", "values"):
+            assert torch.equal(x[part][sequence].isfinite(), seen[:, None].expand_as(x[part][sequence]))
 
 
 def test_bits_that_differ_are_seen(check: ModuleType, bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,5 +128,23 @@ def test_the_step_benchmark_counts_the_layers_that_are_run(tiny: Path, capsys: p
     # 12 draws at 0.9: that none of them drops a layer has probability 1e-12; the seed is fixed.
     assert found["layers"]["dropout"] < 4
     assert set(found["over_plain"]) == {"transformers", "exits", "dropout"} and found["exits"] == [1, 2]
-    assert script.main([*small, "--rounds", "0"]) == 2
-    assert "error: " in capsys.readouterr().err
+    for wrong in (["--rounds", "0"], ["--counted", "0"]):
+        assert script.main([*small, *wrong]) == 2
+        assert "error: " in capsys.readouterr().err
+
+
+def test_the_step_benchmark_has_a_loss_on_the_end_of_each_sequence(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, counted = load_script(), []
+
+    def kept(steps: Any, rounds: int) -> Any:
+        counted.append(steps.counted.tolist())
+        return alternate(steps, rounds)
+
+    alternate = script.alternate
+    monkeypatch.setattr(script, "alternate", kept)
+    small = ["--rounds", "1", "--batch-size", "2", "--length", "8", "--exits", "1", "--device", "cpu"]
+    assert script.main([str(tiny), *small, "--counted", "0.25"]) == 0
+    assert counted == [[[False] * 6 + [True] * 2] * 2]
+    assert "loss on 25% of it" in capsys.readouterr().out
