@@ -49,7 +49,7 @@ def cases(device: torch.device) -> Iterator[Case]:
         (draw, accept_reference.draw, draw_inputs),
         (draw_with_gumbel, accept_reference.draw_with_gumbel, gumbel_inputs),
     ):
-        name = f"{op.__name__} {described(6, torch.float32)}"
+        name = f"{op.__name__} {described(64, torch.float32)}"
         yield Case(name, partial(results, op), partial(results, oracle), inputs, "whole numbers")
     for rows, dtype, teacher, parts in (
         (5, torch.bfloat16, True, (0.2, 0.3, 0.5)),
@@ -176,12 +176,12 @@ def accepted_reference(oracle: Callable[..., Tensors], x: Inputs) -> Tensors:
 
 def draw_inputs(device: torch.device) -> Inputs:
     """Return the inputs of `draw`."""
-    return {"probabilities": probabilities(2, 3, VOCAB, seed=2).to(device), "uniform": uniform(2, 3).to(device)}
+    return {"probabilities": probabilities(8, 8, VOCAB, seed=2).to(device), "uniform": uniform(8, 8).to(device)}
 
 
 def gumbel_inputs(device: torch.device) -> Inputs:
     """Return the inputs of `draw_with_gumbel`."""
-    return {"probabilities": probabilities(2, 3, VOCAB, seed=2).to(device), "gumbel": gumbel(device, 2, 3, VOCAB)}
+    return {"probabilities": probabilities(8, 8, VOCAB, seed=2).to(device), "gumbel": gumbel(device, 8, 8, VOCAB)}
 
 
 def loss_inputs(device: torch.device, *, rows: int, dtype: torch.dtype, teacher: bool, parts: Any) -> Inputs:
