@@ -208,40 +208,43 @@ def test_a_reference_of_nan_hides_nothing(check: ModuleType) -> None:
         ops.error_of(ops.Case("an op", *given, lambda device: {}, "sum"), CPU)
 
 
+def inputs_of(cases: ModuleType, op: str) -> list[dict[str, Any]]:
+    found = [case.inputs(CPU) for case in cases.cases(CPU) if case.name.startswith(op)]
+    assert len(found) == 3
+    return found
+
+
 def test_no_choice_of_a_case_is_nearly_a_tie(check: ModuleType) -> None:
     """Else arithmetic in another order may give another token, and a card that is right would seem wrong."""
     cases = sys.modules["gpu_parts.token_cases"]
     scores = []
     for each in (cases.shared_inputs(CPU), cases.gumbel_inputs(CPU)):
         scores.append(each.get("target", each.get("probabilities")).log() + each["gumbel"])
-    for rows, dtype, noisy in ((1, torch.bfloat16, False), (3, torch.float32, False), (5, torch.bfloat16, True)):
-        x = cases.head_inputs(CPU, rows=rows, dtype=dtype, noisy=noisy)
+    for x in inputs_of(cases, "exit_head"):
         normed = reference.rms_norm(x["hidden"].double(), (x["norm"][0].double(), x["norm"][1]))
         logits = normed @ x["weight"].double().T + x.get("bias", torch.zeros(1))
         scores.append(logits / x.get("temperature", 1.0) + x.get("gumbel", 0.0))
     for each in scores:
         best, second = each.topk(2, -1).values.unbind(-1)
         assert (best - second).min() > 1e-3
+    uniform, ratios = cases.draw_inputs(CPU), inputs_of(cases, "accept_ratio")
+    drawn = accept_reference.draw(**uniform)
     for factor in (1 - 1e-6, 1 + 1e-6):
-        x = cases.draw_inputs(CPU)
-        drawn = accept_reference.draw(x["probabilities"], x["uniform"])
-        assert torch.equal(accept_reference.draw(x["probabilities"], x["uniform"] * factor), drawn)
-        for vocab, certain in ((cases.VOCAB, False), (cases.VOCAB, True), (cases.LARGE_VOCAB, False)):
-            x = cases.ratio_inputs(CPU, vocab=vocab, certain=certain)
+        assert torch.equal(accept_reference.draw(uniform["probabilities"], uniform["uniform"] * factor), drawn)
+        for x in ratios:
             both = [accept_reference.accept_ratio(*list(x.values())[:3], x["uniforms"] * by) for by in (1, factor)]
             assert torch.equal(torch.stack(both[0]), torch.stack(both[1]))
 
 
 def test_cases_hold_what_their_names_say(check: ModuleType) -> None:
     layers, tokens = sys.modules["gpu_parts.layer_cases"], sys.modules["gpu_parts.token_cases"]
-    x = tokens.greedy_inputs(CPU, vocab=tokens.VOCAB, dtype=torch.bfloat16)
+    x = tokens.greedy_inputs(CPU, dtype=torch.bfloat16)
     assert ((x["logits"] == x["logits"].amax(-1, keepdim=True)).sum(-1) > 1).all()
     assert accept_reference.accept_greedy(x["drafted"], x["logits"])[0].tolist() == [0, 1, 2, 3, 4]
     x = tokens.shared_inputs(CPU)
     assert accept_reference.accept_shared(x["drafted"], x["target"], x["gumbel"])[0].tolist() == [0, 1, 2, 3, 4]
     counts = set()
-    for vocab, certain in ((tokens.VOCAB, False), (tokens.VOCAB, True), (tokens.LARGE_VOCAB, False)):
-        x = tokens.ratio_inputs(CPU, vocab=vocab, certain=certain)
+    for x in inputs_of(tokens, "accept_ratio"):
         counts |= set(accept_reference.accept_ratio(*list(x.values())[:4])[0].tolist())
     assert counts >= {0, 1, 2, 4}
     x = layers.attention_inputs(CPU, rows=9, dtype=torch.bfloat16, window=100, capped=True)

@@ -76,12 +76,12 @@ def acceptance() -> Iterator[Case]:
         )
     )
     for name, both, inputs in (
-        ("accept_greedy float32", greedy, partial(greedy_inputs, vocab=VOCAB, dtype=torch.float32)),
-        ("accept_greedy bfloat16, equal logits", greedy, partial(greedy_inputs, vocab=VOCAB, dtype=torch.bfloat16)),
+        ("accept_greedy float32", greedy, partial(greedy_inputs, dtype=torch.float32)),
+        ("accept_greedy bfloat16, equal logits", greedy, partial(greedy_inputs, dtype=torch.bfloat16)),
         (
             "accept_greedy float32, nothing drafted",
             greedy,
-            partial(greedy_inputs, vocab=VOCAB, dtype=torch.float32, k=0),
+            partial(greedy_inputs, dtype=torch.float32, k=0),
         ),
         ("accept_shared", shared, shared_inputs),
         ("accept_ratio", ratio, partial(ratio_inputs, vocab=VOCAB, certain=False)),
@@ -142,12 +142,12 @@ def on_device(device: torch.device, inputs: Inputs) -> Inputs:
     return moved | {"commit": commit}
 
 
-def greedy_inputs(device: torch.device, *, vocab: int, dtype: torch.dtype, k: int = K) -> Inputs:
+def greedy_inputs(device: torch.device, *, dtype: torch.dtype, k: int = K) -> Inputs:
     """Return the inputs of `accept_greedy`, in bf16 with equal largest logits: the first of them is the choice."""
-    logits = numbers("cpu", BATCH, k + 1, vocab, dtype=dtype)
+    logits = numbers("cpu", BATCH, k + 1, VOCAB, dtype=dtype)
     if dtype == torch.bfloat16:
         logits = logits.clamp_max(3.0)
-    return on_device(device, {"drafted": near(logits.argmax(-1), vocab), "logits": logits})
+    return on_device(device, {"drafted": near(logits.argmax(-1), VOCAB), "logits": logits})
 
 
 def shared_inputs(device: torch.device) -> Inputs:
